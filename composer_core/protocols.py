@@ -1,0 +1,290 @@
+"""What a plugin's objects must look like: the border between the core, its backends and third parties.
+
+Nothing here is imported at run time but enums and dataclasses, so this module stays free of torch.
+Letters: S sequences, N tokens of all sequences packed, K hint tokens, P pairs, V vocabulary.
+
+A channel has two halves. `prepare` runs where rollouts end and returns a JSON row that survives every shuffle,
+queue and message; `collate` and `loss` run beside the model, after every shuffle and split. A channel returns a
+local SUM and the name of its denominator; only the adapter divides, by counts over all ranks and the whole
+accumulation window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from composer_core.batch import Batch, Hints, Pairs, Rollouts, Seqs
+    from composer_core.loss.composite import CompositeLoss
+    from composer_core.run.context import RunContext
+
+Model = Literal["policy", "teacher", "reference"]
+"""Which weights a view uses. `teacher` is live, EMA or frozen, as the backend owns it."""
+
+Row = Mapping[str, list[int] | list[float] | float | str]
+"""What `prepare` returns: JSON values only."""
+
+
+class Need(StrEnum):
+    """What a channel asks of a trainer; a plan is refused where a backend cannot serve it."""
+
+    LOGPS = "logps"
+    DIVERGENCE_FULL = "divergence-full"
+    DIVERGENCE_TOPK = "divergence-topk"
+    LOGITS = "logits"
+    PAIRS = "pairs"
+    REFERENCE = "reference"
+    EMA = "ema"
+    STATE = "state"
+    OUTER_SYNC = "outer-sync"
+
+
+class Aggregation(StrEnum):
+    """How token losses of a batch become one number (names of the count that divides the sum in brackets)."""
+
+    TOKEN_MEAN = "token-mean"
+    """Sum over all action tokens of the step / their number over ranks and window [`tokens`]. DAPO."""
+    TOKEN_MEAN_LOCAL = "token-mean-local"
+    """The same within one micro-batch, then the mean over micro-batches [`micro_batches`]: depends on the split."""
+    SEQUENCE_MEAN = "sequence-mean"
+    """Mean over sequences of each sequence's token mean [`sequences`]. GRPO."""
+    SEQUENCE_SUM = "sequence-sum"
+    """Mean over sequences of each sequence's token sum [`sequences`]. LUSPO."""
+    CONSTANT = "constant"
+    """Sum over tokens / (sequences x the longest completion allowed) [`max_tokens`]. Dr. GRPO."""
+
+
+class DivergenceKind(StrEnum):
+    """Named by the formula, because "forward" and "reverse" mean opposite things in different papers."""
+
+    KL_TEACHER_STUDENT = "kl_teacher_student"
+    """KL(teacher || student): covers all the teacher's modes ("forward KL", GKD's beta 0)."""
+    KL_STUDENT_TEACHER = "kl_student_teacher"
+    """KL(student || teacher): seeks one mode ("reverse KL", GKD's beta 1)."""
+    JSD = "jsd"
+    """Generalised Jensen-Shannon; `beta` weights the teacher in the mixture."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Which divergence between teacher and student a channel wants per hint token."""
+
+    kind: DivergenceKind = DivergenceKind.JSD
+    beta: float = 0.5
+    """Teacher's share of the mixture, 0 < beta < 1; only for `jsd`."""
+    temperature: float = 1.0
+    """Both logits are divided by it; there is no temperature-squared factor."""
+
+    def __post_init__(self) -> None:
+        if self.kind is DivergenceKind.JSD and not 0 < self.beta < 1:
+            raise ValueError(
+                f"jsd needs 0 < beta < 1, got {self.beta}: at the ends it is a plain KL, use "
+                f"{DivergenceKind.KL_TEACHER_STUDENT} (0) or {DivergenceKind.KL_STUDENT_TEACHER} (1)"
+            )
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be > 0, got {self.temperature}")
+
+
+@dataclass(frozen=True)
+class Term:
+    """One channel's part of the loss on one micro-batch."""
+
+    sum: Tensor
+    """Scalar, a local SUM, attached to the graph even when there was nothing to sum."""
+    count: str
+    """Key of `Batch.counts` that divides it."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Detached local sums for the log, each divided by the same count."""
+
+
+@dataclass(frozen=True)
+class RolloutText:
+    """One finished rollout as `prepare` sees it: ids that were really generated, no tensors, no model."""
+
+    uid: str
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    action: Sequence[bool]
+    """One flag per completion token: False for tool output."""
+    reward: float | None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The prompt's data row, and what the rollout added to it (error sites, environment state)."""
+
+
+class PolicyView(Protocol):
+    """A model seen through log-probs and divergences, the cheapest exact way its trainer has.
+
+    No dropout when `grad` is False. The same number of forwards on every rank.
+    """
+
+    def logps(self, seqs: Seqs, *, model: Model = "policy", grad: bool, temperature: float) -> Tensor:
+        """Log-prob of each token given those before it, (N,); 0 for the first token of each sequence."""
+        ...
+
+    def divergence(self, hints: Hints, spec: Divergence, *, teacher: Model = "policy") -> Tensor:
+        """Divergence between teacher and student at each hint token, (K,). Gradients reach the student only."""
+        ...
+
+    def logits(self, seqs: Seqs, at: Tensor, *, model: Model = "policy", grad: bool, temperature: float) -> Tensor:
+        """Logits that predict the tokens at flat indices `at`, (len(at), V); only with `Need.LOGITS`."""
+        ...
+
+
+class LossChannel(Protocol):
+    """A loss beside the policy loss. Inherit `loss.channel.ChannelDefaults` and `loss` alone is enough."""
+
+    def prepare(self, rollout: RolloutText) -> Row | None:
+        """A JSON row for a finished rollout, or None when it has nothing for this channel."""
+        ...
+
+    def count(self, row: Row | None) -> Mapping[str, float]:
+        """What a row adds to the denominators; additive over rows."""
+        ...
+
+    def collate(self, rows: Sequence[Row | None], rollouts: Rollouts | None) -> Hints | Pairs | Mapping[str, Tensor]:
+        """Tensors for the rows of one micro-batch; None becomes filler, so that every rank runs the same forwards."""
+        ...
+
+    def divergences(self, step: int) -> tuple[Divergence, ...]:
+        """The divergences `loss` will ask for at this step; a trainer may have to know before the forward."""
+        ...
+
+    def loss(self, view: PolicyView, batch: Batch) -> Term:
+        """The local sum over this micro-batch, from a `batch` whose hints, pairs and extra are this channel's own."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A channel or objective with state that a checkpoint must hold (a schedule, an EMA)."""
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called once per optimiser step on every rank with the same all-reduced metrics."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """JSON values and tensors only."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        ...
+
+
+class Objective(Protocol):
+    """A policy objective on rewarded rollouts."""
+
+    aggregation: Aggregation
+
+    def advantages(self, rewards: Tensor, group: Tensor, lengths: Tensor, ref_kl: Tensor | None) -> Tensor:
+        """Per-sequence advantages, (S,), from rewards (S,; NaN = not rewarded), group ids (S,), action lengths (S,)
+        and the per-sequence KL to the reference (S,) where it goes into the reward."""
+        ...
+
+    def loss(self, view: PolicyView, batch: Batch) -> Term:
+        """The local sum over this micro-batch."""
+        ...
+
+
+class Reward(Protocol):
+    """TRL's reward signature: one float per completion, None where it does not apply."""
+
+    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:
+        """Score completions (texts or lists of chat messages); `columns` holds the data rows' columns as lists."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a backend reports when it is done."""
+
+    steps: int
+    stopped: str = ""
+    """Why it ended before the last step; empty when it did not."""
+
+
+class Backend(Protocol):
+    """A trainer. Constructed with its settings, it runs in the worker process."""
+
+    def check(self) -> list[str]:
+        """Problems of the installed upstream, each a sentence; empty when the private surface is as expected."""
+        ...
+
+    def train(self, run: RunContext, loss: CompositeLoss) -> TrainResult:
+        """Train to the end of the plan, or until `run.stop_reason()` is not None."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an executor starts: one worker process per replica."""
+
+    name: str
+    argv: tuple[str, ...]
+    run_dir: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
+    """Names of environment variables to pass on; values never travel in a plan."""
+
+
+class JobState(StrEnum):
+    """Where a job stands. UNKNOWN is never success."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class JobHandle:
+    """A started job, as JSON-able facts: a later process can attach to it."""
+
+    executor: str
+    rank: int
+    id: str
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """What `poll` found."""
+
+    state: JobState
+    exit_code: int | None = None
+    reason: str = ""
+
+
+class Executor(Protocol):
+    """A place to run a job. Constructed with its settings, it runs in the control process."""
+
+    def render(self, job: Job) -> Mapping[str, str]:
+        """The files or commands it would use, name -> text; changes nothing."""
+        ...
+
+    def launch(self, job: Job) -> list[JobHandle]:
+        """Start all replicas or none."""
+        ...
+
+    def poll(self, handle: JobHandle) -> JobStatus:
+        """Ask the service."""
+        ...
+
+    def stream_logs(self, handle: JobHandle) -> Iterator[str]:
+        """Lines so far, then new ones until the job ends; none twice, none left out."""
+        ...
+
+    def cancel(self, handle: JobHandle) -> None:
+        """Ask the job to stop; the worker saves and ends with exit code 5."""
+        ...
+
+    def collect(self, handles: Sequence[JobHandle]) -> int:
+        """Wait for the end, bring results into the run directory, return the worst exit code."""
+        ...

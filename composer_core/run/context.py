@@ -1,0 +1,80 @@
+"""What a backend sees of a run: its spec, its data, and the only ways to write into its directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from composer_core.protocols import Objective, Reward
+from composer_core.spec.model import RunSpec
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """One reward of the spec, checked: it raises RunFailed with its name and the sample when it misbehaves."""
+
+    name: str
+    weight: float
+    score: Reward
+
+
+@dataclass(frozen=True)
+class RolloutSample:
+    """One completion kept for reading."""
+
+    prompt: str | list[dict[str, Any]]
+    completion: str
+    rewards: Mapping[str, float | None]
+    advantage: float | None
+
+
+class RunContext(Protocol):
+    """Handed to `Backend.train`. Everything written goes through it, so that nothing is ever half-written."""
+
+    spec: RunSpec
+    upstream: Mapping[str, Any]
+    """The upstream configuration the plan derived, with the paths of this run still to be filled in."""
+    rewards: Sequence[NamedReward]
+    objective: Objective
+    is_main: bool
+    """Only the main process of several writes."""
+
+    @property
+    def scratch(self) -> Path:
+        """A folder inside the run directory for upstream's own temporary files; removed at the end."""
+        ...
+
+    def model_folder(self) -> Path:
+        """The policy as a local Hugging Face folder (GGUF dequantised, the built-in model made)."""
+        ...
+
+    def prompts(self) -> list[dict[str, Any]]:
+        """Rows with a `prompt` (chat messages or text) and all other columns."""
+        ...
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl (names: DESIGN section 11) and the progress display."""
+        ...
+
+    def log_rollouts(self, step: int, samples: Sequence[RolloutSample]) -> None:
+        """Lines of rollouts.jsonl."""
+        ...
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """One line of events.jsonl."""
+        ...
+
+    def stop_reason(self) -> str | None:
+        """Why the run should end after this step (signal, limit), or None."""
+        ...
+
+    def checkpoint(self, step: int) -> AbstractContextManager[Path]:
+        """A folder to fill; on leaving without an exception it becomes `checkpoints/step_N`, complete."""
+        ...
+
+    def trained_model(self) -> AbstractContextManager[Path]:
+        """A folder to fill; on leaving without an exception it becomes `model/`."""
+        ...

@@ -1,0 +1,215 @@
+"""The run spec as typed objects. `load.py` reads files into these; `plan.py` turns them into a plan.
+
+Fixed sections are pydantic models. A block with `use:` names a contribution; its other keys are that contribution's
+settings, checked against its own model and kept in a `Plugged`. Every key says in its docstring what moving it does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from composer_core.plugins.contributions import Kind
+from composer_core.plugins.settings import Settings
+
+
+@dataclass(frozen=True)
+class Plugged:
+    """A `use:` block, resolved against the registry."""
+
+    kind: Kind
+    use: str
+    """The name as the spec gives it, "owner/name" where it had to choose."""
+    owner: str
+    """Distribution that brought it, with its version."""
+    settings: Settings
+    weight: float = 1.0
+    """Only channels and rewards have one."""
+
+    @property
+    def name(self) -> str:
+        """The contribution's own name, without an owner."""
+        return self.use.rpartition("/")[2]
+
+
+class LoraSpec(Settings):
+    """Low-rank adapters instead of full fine-tuning."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of the adapters: more is closer to full fine-tuning and costs memory."""
+    alpha: int | None = Field(None, ge=1)
+    """Scale of the adapters; default twice the rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the modules to adapt; `lm_head` cannot be one, the fused log-prob head needs it plain."""
+
+    @model_validator(mode="after")
+    def _head_stays_plain(self) -> Self:
+        if isinstance(self.targets, list) and any(name.split(".")[-1] in ("lm_head", "embed_out") for name in self.targets):
+            raise ValueError("an adapter on lm_head cannot be used: log-probs come from a fused head that reads its plain weight")
+        return self
+
+
+class ModelSpec(Settings):
+    """The policy."""
+
+    path: str | None = None
+    """A Hugging Face id, or a folder (relative to the spec)."""
+    gguf_file: str | None = None
+    """A GGUF file inside `path`; dequantised once into a cached safetensors folder."""
+    builtin: Literal["tiny"] | None = None
+    """`tiny`: a random two-layer Qwen3 with a character tokenizer, made offline; for trying things out."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the loaded weights. bfloat16 halves memory; learning rates under about 1e-5 then lose updates in full fine-tuning."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    lora: LoraSpec | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.builtin is None):
+            raise ValueError("give either path or builtin")
+        if self.gguf_file is not None and self.path is None:
+            raise ValueError("gguf_file names a file inside path; path is missing")
+        return self
+
+
+class PromptsSpec(Settings):
+    """Where prompts come from. All columns of a row reach the rewards."""
+
+    path: str | None = None
+    """A JSONL file (relative to the spec)."""
+    dataset: str | None = None
+    """A Hugging Face dataset: an id, or a folder written by `save_to_disk`."""
+    split: str = "train"
+    """Of `dataset`."""
+    builtin: Literal["digits"] | None = None
+    """`digits`: 64 short prompts to try a spec with; reward digits with `{use: regex, pattern: "[0-9]"}`."""
+    column: str | None = None
+    """The column that holds the prompt: text, or a list of chat messages. Default: `messages`, else `prompt`."""
+    system: str | None = None
+    """A system message put in front of every prompt."""
+    chat: bool = True
+    """A text prompt becomes a user message of the model's chat template; false: it is continued as raw text."""
+    limit: int | None = Field(None, ge=1)
+    """Use only the first rows."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if sum(source is not None for source in (self.path, self.dataset, self.builtin)) != 1:
+            raise ValueError("give exactly one of path, dataset, builtin")
+        if self.system is not None and not self.chat:
+            raise ValueError("a system message needs chat: true")
+        return self
+
+
+class DataSpec(Settings):
+    """Prompts and how answers are scored."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    prompts: PromptsSpec
+    rewards: list[Plugged] = Field(min_length=1)
+    """`{use: name, weight: 1.0, ...}`; their weighted sum is the reward."""
+
+
+class LossSpec(Settings):
+    """What is minimised: the objective plus weight x each channel."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    objective: Plugged
+    channels: list[Plugged] = []
+
+
+class TrainSpec(Settings):
+    """Neutral numbers; each backend derives its own from them, and `plan` prints those."""
+
+    steps: int = Field(ge=1)
+    """Optimiser steps."""
+    prompts_per_step: int = Field(8, ge=1)
+    """Prompts in one optimiser step, over all processes."""
+    group_size: int = Field(8, ge=2)
+    """Completions sampled per prompt; advantages compare them."""
+    micro_batch: int | None = Field(None, ge=1)
+    """Sequences in one forward and backward pass per process; fewer need less memory, the result is the same.
+    Default: the largest divisor of a step's sequences that is at most 8."""
+    iterations: int = Field(1, ge=1)
+    """Optimiser passes over the same rollouts; from 2 on the importance ratio leaves 1 and clipping engages."""
+    max_completion_tokens: int = Field(256, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    """Of sampling; log-probs in the loss are taken at the same temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """0: all tokens."""
+    learning_rate: float = Field(1e-6, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a fifth slower."""
+    log_every: int = Field(1, ge=1)
+    """Steps between two lines of metrics.jsonl."""
+    sample_rollouts: int = Field(4, ge=0)
+    """Completions kept in rollouts.jsonl per logged step."""
+
+
+class CheckpointSpec(Settings):
+    """Checkpoints in `checkpoints/step_N`, complete or absent."""
+
+    every: int | None = Field(None, ge=1)
+    """Steps between two checkpoints; default: only the trained model at the end."""
+    keep: int = Field(3, ge=1)
+    """How many of the newest stay on disk."""
+
+
+class RunSpec(Settings):
+    """A whole run."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    version: Literal[1]
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Names the run directory: letters, digits, dot, underscore, hyphen."""
+    seed: int = Field(0, ge=0, lt=2**32)
+    plugins: list[str] = []
+    """Local plugin files, relative to the spec."""
+    model: ModelSpec
+    data: DataSpec
+    loss: LossSpec
+    train: TrainSpec
+    backend: Plugged
+    executor: Plugged
+    checkpoint: CheckpointSpec = CheckpointSpec()
+
+
+PLUG_POINTS: dict[tuple[str, ...], tuple[Kind, bool, str | None]] = {
+    # where a `use:` block (or, with True, a list of them) stands -> kind, list?, default name
+    ("data", "rewards"): (Kind.REWARD, True, None),
+    ("loss", "objective"): (Kind.OBJECTIVE, False, None),
+    ("loss", "channels"): (Kind.CHANNEL, True, None),
+    ("backend",): (Kind.BACKEND, False, None),
+    ("executor",): (Kind.EXECUTOR, False, "inline"),
+}
+
+WEIGHTED = frozenset({Kind.CHANNEL, Kind.REWARD})
+"""Kinds whose block takes `weight` beside its settings."""
+
+PATH_KEYS: tuple[tuple[str, ...], ...] = (("model", "path"), ("data", "prompts", "path"), ("data", "prompts", "dataset"))
+"""Keys that may hold a path relative to the spec's folder; made absolute at load when that file or folder exists,
+or, for `data.prompts.path`, always."""
+
+
+def dump(plugged: Plugged) -> dict[str, Any]:
+    """A block as plan.json keeps it."""
+    return {
+        "use": plugged.use,
+        "owner": plugged.owner,
+        "weight": plugged.weight,
+        "settings": plugged.settings.model_dump(mode="json"),
+    }
