@@ -71,7 +71,8 @@ class Problem:
     """True when nothing is wrong with the spec itself, but a package it needs is not installed."""
 
     def __str__(self) -> str:
-        place = f"{self.source}:{self.line}:{self.column}: " if self.line else (f"{self.source}: " if self.source else "")
+        place = f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+        place = f"{place}: " if place else ""
         key = f"{self.key}: " if self.key else ""
         way_out = f"\n  fix: {self.fix}" if self.fix else ""
         return f"{place}{key}{self.problem}{way_out}"

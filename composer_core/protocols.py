@@ -184,7 +184,8 @@ class Objective(Protocol):
 
     def advantages(self, rewards: Tensor, group: Tensor, lengths: Tensor, ref_kl: Tensor | None) -> Tensor:
         """Per-sequence advantages, (S,), from rewards (S,; NaN = not rewarded), group ids (S,), action lengths (S,)
-        and the per-sequence KL to the reference (S,) where it goes into the reward."""
+        and the per-sequence KL to the reference (S,) where it goes into the reward.
+        """
         ...
 
     def loss(self, view: PolicyView, batch: Batch) -> Term:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, create_model, model_validator
 
@@ -69,21 +69,15 @@ _BASES: dict[str, type[ObjectiveSettings]] = {
 def objective_settings(preset: Preset) -> type[ObjectiveSettings]:
     """The settings model of a preset's clip rule, with the preset's own defaults."""
     base = _BASES[preset.clip]
-    own = {"scale_rewards": preset.scale, "drop_truncated": preset.drops_truncated}
+    own: dict[str, object] = {"scale_rewards": preset.scale, "drop_truncated": preset.drops_truncated}
     if preset.clip == "ppo":
         own |= {"epsilon": preset.epsilon, "epsilon_high": preset.epsilon_high}
-    fields = {}
+    fields: dict[str, Any] = {}
     for name, default in own.items():
         field = base.model_fields[name]
-        fields[name] = (field.rebuild_annotation(), _with_default(default, field.description))
-    model: type[ObjectiveSettings] = create_model(  # type: ignore[call-overload]
-        "".join(part.title() for part in preset.name.split("-")) + "Settings", __base__=base, __doc__=base.__doc__, **fields
-    )
-    return model
-
-
-def _with_default(default: object, description: str | None) -> object:
-    return Field(default, description=description)
+        fields[name] = (field.rebuild_annotation(), Field(default, description=field.description))
+    title = "".join(part.title() for part in preset.name.split("-"))
+    return create_model(f"{title}Settings", __base__=base, __doc__=base.__doc__, **fields)
 
 
 OBJECTIVE_SETTINGS = {name: objective_settings(preset) for name, preset in PRESETS.items()}
@@ -143,7 +137,7 @@ class RegexSettings(Settings):
 
     pattern: Pattern
     score: Literal["share", "any", "whole"] = "share"
-    """`share`: matched characters / all characters; `any`: 1 if it matches somewhere; `whole`: 1 if all of it matches."""
+    """`share`: matched characters / all characters; `any`: 1 if it matches somewhere; `whole`: 1 if all of it does."""
 
 
 class LengthSettings(Settings):
@@ -162,7 +156,7 @@ class PythonRewardSettings(Settings):
     """`./file.py:function`, relative to the spec."""
 
 
-# -- backend and executor ------------------------------------------------------------------------------------------------
+# -- backend and executor ----------------------------------------------------------------------------------------------
 
 
 class ToySettings(Settings):

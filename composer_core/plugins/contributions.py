@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from composer_core.errors import MissingError
 from composer_core.plugins.settings import NoSettings, Settings
-from composer_core.protocols import Aggregation, Need
+from composer_core.protocols import Aggregation, Backend, Executor, LossChannel, Need, Objective, Reward
 
 if TYPE_CHECKING:
-    from composer_core.protocols import Backend, Executor, LossChannel, Objective, Reward
     from composer_core.spec.model import RunSpec
 
 NAME = re.compile(r"[a-z][a-z0-9-]*")
@@ -97,7 +96,7 @@ def _derives_nothing(spec: RunSpec) -> Derived:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossChannelPlugin(Contribution["LossChannel"]):
+class LossChannelPlugin(Contribution[LossChannel]):
     """A loss channel beside the policy loss; loads to a `protocols.LossChannel`."""
 
     kind: ClassVar[Kind] = Kind.CHANNEL
@@ -108,7 +107,7 @@ class LossChannelPlugin(Contribution["LossChannel"]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectivePlugin(Contribution["Objective"]):
+class ObjectivePlugin(Contribution[Objective]):
     """A policy objective; loads to a `protocols.Objective`."""
 
     kind: ClassVar[Kind] = Kind.OBJECTIVE
@@ -130,7 +129,7 @@ class Derived:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackendPlugin(Contribution["Backend"]):
+class BackendPlugin(Contribution[Backend]):
     """A trainer; loads to a `protocols.Backend`."""
 
     kind: ClassVar[Kind] = Kind.BACKEND
@@ -145,7 +144,7 @@ class BackendPlugin(Contribution["Backend"]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExecutorPlugin(Contribution["Executor"]):
+class ExecutorPlugin(Contribution[Executor]):
     """A place to run the plan; loads to a `protocols.Executor`."""
 
     kind: ClassVar[Kind] = Kind.EXECUTOR
@@ -154,7 +153,7 @@ class ExecutorPlugin(Contribution["Executor"]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardPlugin(Contribution["Reward"]):
+class RewardPlugin(Contribution[Reward]):
     """A reward function; loads to a `protocols.Reward`."""
 
     kind: ClassVar[Kind] = Kind.REWARD

@@ -137,7 +137,9 @@ class Registry:
         try:
             module = _import_file(path, digest)
         except Exception as error:
-            raise UsageError(f"this plugin file does not load: {type(error).__name__}: {error}", at=str(path)) from error
+            raise UsageError(
+                f"this plugin file does not load: {type(error).__name__}: {error}", at=str(path)
+            ) from error
         self.add(module, owner)
         if len(self.problems) > before:  # the spec names this file, so its problems are the spec's
             raise UsageError("; ".join(p.reason for p in self.problems[before:]), at=str(path))
@@ -204,7 +206,9 @@ class Registry:
         if suspects:
             reasons = "; ".join(str(p) for p in suspects)
             fix = next((p.fix for p in suspects if p.fix), "")
-            return MissingError(f"no {kind} is called {use!r}: the plugin that should bring it failed: {reasons}", fix=fix)
+            return MissingError(
+                f"no {kind} is called {use!r}: the plugin that should bring it failed: {reasons}", fix=fix
+            )
         others = ", ".join(known) or "none"
         also = f" ({len(broken)} plugins failed to load: composer-run plugins list)" if broken else ""
         if kind in (Kind.BACKEND, Kind.EXECUTOR):
@@ -231,7 +235,7 @@ def _entry_points() -> Iterator[tuple[Owner, EntryPoint, Distribution]]:
 
 def _version_gate(distribution: Distribution) -> str | None:
     """Why this plugin must not even be imported: it was made for another core or another Python."""
-    python = distribution.metadata.get("Requires-Python")
+    python = distribution.metadata["Requires-Python"] if "Requires-Python" in distribution.metadata else ""
     current = ".".join(str(part) for part in sys.version_info[:3])
     if python and not SpecifierSet(python).contains(current, prereleases=True):
         return f"needs Python {python}, this is {current}"

@@ -44,11 +44,13 @@ class LoraSpec(Settings):
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the modules to adapt; `lm_head` cannot be one, the fused log-prob head needs it plain."""
+    merge: bool = False
+    """Save `model/` with the adapters merged into the weights, instead of the adapters alone."""
 
     @model_validator(mode="after")
     def _head_stays_plain(self) -> Self:
-        if isinstance(self.targets, list) and any(name.split(".")[-1] in ("lm_head", "embed_out") for name in self.targets):
-            raise ValueError("an adapter on lm_head cannot be used: log-probs come from a fused head that reads its plain weight")
+        if isinstance(self.targets, list) and any(name.split(".")[-1] == "lm_head" for name in self.targets):
+            raise ValueError("lm_head cannot have an adapter: log-probs come from a fused head that reads its weight")
         return self
 
 
@@ -64,7 +66,7 @@ class ModelSpec(Settings):
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the loaded weights. bfloat16 halves memory; learning rates under about 1e-5 then lose updates in full fine-tuning."""
+    """Of the loaded weights. bfloat16 halves memory, but full fine-tuning at under about 1e-5 then loses updates."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     lora: LoraSpec | None = None
@@ -200,7 +202,11 @@ PLUG_POINTS: dict[tuple[str, ...], tuple[Kind, bool, str | None]] = {
 WEIGHTED = frozenset({Kind.CHANNEL, Kind.REWARD})
 """Kinds whose block takes `weight` beside its settings."""
 
-PATH_KEYS: tuple[tuple[str, ...], ...] = (("model", "path"), ("data", "prompts", "path"), ("data", "prompts", "dataset"))
+PATH_KEYS: tuple[tuple[str, ...], ...] = (
+    ("model", "path"),
+    ("data", "prompts", "path"),
+    ("data", "prompts", "dataset"),
+)
 """Keys that may hold a path relative to the spec's folder; made absolute at load when that file or folder exists,
 or, for `data.prompts.path`, always."""
 

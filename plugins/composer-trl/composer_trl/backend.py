@@ -1,0 +1,194 @@
+"""Runs a plan on `ComposerGRPOTrainer`: builds its parts, listens to it, and saves what it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from composer_core.hf.models import load_policy, load_tokenizer
+from composer_core.loss.composite import CompositeLoss
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback
+from trl import GRPOConfig
+
+from composer_core.errors import RunFailed, UsageError
+from composer_core.protocols import TrainResult
+from composer_core.run.context import RolloutSample, RunContext
+from composer_core.spec.model import LoraSpec, RunSpec
+from composer_trl import surface
+from composer_trl.metrics import MetricNames
+from composer_trl.settings import TrlSettings
+from composer_trl.trainer import ComposerGRPOTrainer, Generation
+
+
+class TrlBackend:
+    """`backend: {use: trl}`."""
+
+    def __init__(self, settings: TrlSettings) -> None:
+        self.settings = settings
+
+    def check(self) -> list[str]:
+        """Differences between the installed trl and the expected one."""
+        return surface.problems()
+
+    def train(self, run: RunContext, loss: CompositeLoss) -> TrainResult:
+        """Train to `train.steps`, or to the step after which `run.stop_reason()` gives one.
+
+        The policy loss is TRL's own; the plan admits no channels and only native objectives, so `loss` is not asked.
+        """
+        config = _config(run)
+        dataset = rows_dataset(_enough(run.prompts(), run.spec))
+        folder = run.model_folder()
+        listener = RunListener(run)
+        trainer = ComposerGRPOTrainer(
+            load_policy(folder, dtype=run.spec.model.dtype, trust_remote_code=run.spec.model.trust_remote_code),
+            [reward.score for reward in run.rewards],
+            config,
+            train_dataset=dataset,
+            processing_class=load_tokenizer(folder),
+            peft_config=_lora(run.spec.model.lora),
+            callbacks=[listener],
+            on_generation=listener.on_generation,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        steps = trainer.state.global_step
+        if not listener.stopped and steps != run.spec.train.steps:
+            raise RunFailed(f"trl ended after {steps} of {run.spec.train.steps} steps without saying why")
+        if not listener.stopped:
+            _save(trainer, run)
+        return TrainResult(steps=steps, stopped=listener.stopped)
+
+
+class RunListener(TrainerCallback):  # type: ignore[misc]
+    """Carries what happens in the trainer into the run: metrics, samples, checkpoints, and a wish to stop back."""
+
+    def __init__(self, run: RunContext) -> None:
+        self.run = run
+        self.stopped = ""
+        self._names = MetricNames()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, float], **_: Any) -> None:
+        """One step's metrics; the closing summary of the whole run has no loss and is left out."""
+        if "loss" in logs and self.run.is_main:
+            self.run.log_step(state.global_step, self._names.translate(logs))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop at a step boundary, with a checkpoint."""
+        reason = self.run.stop_reason()
+        if reason is not None and state.global_step < args.max_steps:
+            self.stopped = reason
+            control.should_training_stop = True
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Publish what the trainer wrote into its scratch folder as a complete checkpoint."""
+        if not self.run.is_main:
+            return
+        written = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        with self.run.checkpoint(state.global_step) as folder:
+            for item in written.iterdir():
+                os.replace(item, folder / item.name)
+            _drop_pickled_arguments(folder)
+        written.rmdir()
+
+    def on_generation(self, generation: Generation) -> None:
+        """Keep some completions for reading, spread over the prompts, on steps that are logged."""
+        train = self.run.spec.train
+        if not self.run.is_main or not train.sample_rollouts or generation.step % train.log_every:
+            return
+        kept = _spread(len(generation.completions), train.sample_rollouts)
+        self.run.log_rollouts(generation.step, [_sample(generation, index) for index in kept])
+
+
+def rows_dataset(rows: list[dict[str, Any]]) -> Dataset:
+    """Rows as a `datasets.Dataset` that gives them back exactly.
+
+    Arrow would force one type per column and add empty keys to nested objects (a chat message would gain
+    `tool_calls: None`), so each row is kept as JSON. All rows get all columns: TRL asks every row for the first's.
+    """
+    columns = dict.fromkeys(name for row in rows for name in row)
+    texts = [json.dumps({name: row.get(name) for name in columns}) for row in rows]
+
+    def decode(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
+        decoded = [json.loads(text) for text in batch["row"]]
+        return {name: [row[name] for row in decoded] for name in columns}
+
+    return Dataset.from_dict({"row": texts}).with_transform(decode)
+
+
+def _config(run: RunContext) -> GRPOConfig:
+    try:
+        return GRPOConfig(**run.upstream, output_dir=str(run.scratch), disable_tqdm=True)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"trl refuses this configuration: {error}", at="backend.options") from error
+
+
+def _enough(rows: list[dict[str, Any]], spec: RunSpec) -> list[dict[str, Any]]:
+    """TRL's sampler drops an incomplete step silently: with too few rows it would train nothing at all."""
+    needed = spec.train.prompts_per_step
+    if len(rows) < needed:
+        raise UsageError(
+            f"{len(rows)} prompts, but one step takes {needed}", at="data.prompts", fix="lower train.prompts_per_step"
+        )
+    return rows
+
+
+def _lora(lora: LoraSpec | None) -> Any:
+    if lora is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha or 2 * lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _save(trainer: ComposerGRPOTrainer, run: RunContext) -> None:
+    lora = run.spec.model.lora
+    with run.trained_model() as folder:
+        if lora is not None and lora.merge:
+            merged = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
+            merged.save_pretrained(folder)
+            trainer.processing_class.save_pretrained(folder)
+        else:
+            trainer.save_model(str(folder))
+            _drop_pickled_arguments(folder)
+
+
+def _drop_pickled_arguments(folder: Path) -> None:
+    """Trainer leaves its arguments as a pickle, which nothing of ours reads and nobody should have to trust."""
+    (folder / "training_args.bin").unlink(missing_ok=True)
+
+
+def _spread(total: int, wanted: int) -> list[int]:
+    count = min(total, wanted)
+    return [index * total // count for index in range(count)]
+
+
+def _sample(generation: Generation, index: int) -> RolloutSample:
+    rewards = {name: _finite(values[index]) for name, values in generation.rewards.items()}
+    return RolloutSample(
+        prompt=generation.prompts[index],
+        completion=_text(generation.completions[index]),
+        rewards=rewards,
+        advantage=_finite(generation.advantages[index]),
+    )
+
+
+def _text(completion: str | Iterable[Mapping[str, Any]]) -> str:
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(str(message.get("content") or "") for message in completion)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

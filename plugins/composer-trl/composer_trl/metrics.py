@@ -1,0 +1,37 @@
+"""TRL's log entries under Composer's names; what has no such name stays under `upstream/`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_NAMES = {
+    "loss": "loss/total",
+    "reward": "reward/mean",
+    "reward_std": "reward/std",
+    "step_time": "step_time",
+    "grad_norm": "grad_norm",
+    "learning_rate": "learning_rate",
+}
+
+
+@dataclass
+class MetricNames:
+    """Translates consecutive log entries of one training run."""
+
+    _tokens: float = 0.0
+    _time: float = field(default_factory=time.perf_counter)
+
+    def translate(self, logs: Mapping[str, float | None]) -> dict[str, float]:
+        """One log entry; `tokens_per_s` counts trained tokens (prompts included) since the last one."""
+        now = time.perf_counter()
+        metrics = {_NAMES.get(name, f"upstream/{name}"): value for name, value in logs.items() if value is not None}
+        tokens = logs.get("num_tokens")
+        if tokens is not None:
+            metrics["tokens_per_s"] = (tokens - self._tokens) / (now - self._time)
+            self._tokens = tokens
+        self._time = now
+        if "loss/total" in metrics:  # without channels the policy loss is all there is
+            metrics["loss/policy"] = metrics["loss/total"]
+        return metrics

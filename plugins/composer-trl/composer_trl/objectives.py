@@ -1,0 +1,91 @@
+"""Which objectives GRPOTrainer computes itself, and by which GRPOConfig fields. No trl import.
+
+One row per objective; how a settings model turns into fields depends on its clip rule only. Checked against trl 1.16.0:
+`epsilon_high` of CISPO is TRL's absolute cap, `beta` is the weight of a k3 KL that TRL multiplies with the importance
+ratio (`use_bias_correction_kl`), and the divisor of `dr_grpo` is sequences x `max_completion_length`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from composer_core.loss.presets import PRESETS
+from composer_core.plugins.builtin_settings import (
+    CispoSettings,
+    ClipSettings,
+    ObjectiveSettings,
+    SapoSettings,
+    VespoSettings,
+)
+
+
+@dataclass(frozen=True)
+class Native:
+    """TRL's name for an objective."""
+
+    loss_type: str
+    level: str = "token"
+    """`importance_sampling_level`."""
+
+
+NATIVE: dict[str, Native] = {
+    "grpo": Native("grpo"),
+    "dr-grpo": Native("dr_grpo"),
+    "bnpo": Native("bnpo"),
+    "dapo": Native("dapo"),
+    "gspo": Native("grpo", level="sequence"),
+    "cispo": Native("cispo"),
+    "sapo": Native("sapo"),
+    "vespo": Native("vespo"),
+    "luspo": Native("luspo", level="sequence"),
+}
+
+SEQUENCE_LEVEL_TYPES = frozenset(native.loss_type for native in NATIVE.values() if native.level == "sequence")
+"""With any other type TRL would weight each sequence by its length: neither paper's objective."""
+
+
+def _ppo(settings: ClipSettings) -> dict[str, Any]:
+    return {"epsilon": settings.epsilon, "epsilon_high": settings.epsilon_high, "delta": settings.delta}
+
+
+def _cispo(settings: CispoSettings) -> dict[str, Any]:
+    return {"epsilon_high": settings.epsilon_high}
+
+
+def _sapo(settings: SapoSettings) -> dict[str, Any]:
+    return {
+        "sapo_temperature_pos": settings.temperature_positive,
+        "sapo_temperature_neg": settings.temperature_negative,
+    }
+
+
+def _vespo(settings: VespoSettings) -> dict[str, Any]:
+    return {
+        "vespo_k_pos": settings.k_positive,
+        "vespo_lambda_pos": settings.lambda_positive,
+        "vespo_k_neg": settings.k_negative,
+        "vespo_lambda_neg": settings.lambda_negative,
+    }
+
+
+_CLIP_FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "ppo": _ppo,
+    "cispo": _cispo,
+    "sapo": _sapo,
+    "vespo": _vespo,
+}
+
+
+def config_fields(objective: str, settings: ObjectiveSettings) -> dict[str, Any]:
+    """GRPOConfig fields of one of the `NATIVE` objectives."""
+    native = NATIVE[objective]
+    return {
+        "loss_type": native.loss_type,
+        "importance_sampling_level": native.level,
+        "scale_rewards": settings.scale_rewards,
+        "beta": settings.kl_coef,
+        "mask_truncated_completions": settings.drop_truncated,
+        **_CLIP_FIELDS[PRESETS[objective].clip](settings),
+    }

@@ -1,0 +1,24 @@
+"""What composer-trl offers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from composer_core.plugins.contributions import BackendPlugin
+from composer_core.plugins.hookspecs import hookimpl
+from composer_trl.config import derive
+from composer_trl.objectives import NATIVE
+from composer_trl.settings import TrlSettings
+
+
+@hookimpl
+def composer_backends() -> Iterable[BackendPlugin]:
+    yield BackendPlugin(
+        name="trl",
+        summary="TRL's GRPOTrainer, one process",
+        target="composer_trl.backend:TrlBackend",
+        settings=TrlSettings,
+        native_objectives=frozenset(NATIVE),
+        derive=derive,
+        install_hint="pip install composer-trl",
+    )

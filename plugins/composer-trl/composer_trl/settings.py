@@ -1,0 +1,17 @@
+"""What the `backend` block of a spec may hold for `use: trl`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from composer_core.plugins.settings import Settings
+
+
+class TrlSettings(Settings):
+    """TRL takes its numbers from `train:`; what is left goes through untouched."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Fields of `trl.GRPOConfig`, checked against the installed version. A field that another part of the spec
+    decides is refused with the key to use instead."""

@@ -1,0 +1,47 @@
+"""TRL's private surface that we stand on, checked at start. The only file that names it; see trainer.py for the use.
+
+trl 1.16 declares none of this stable: `_generate_and_score_completions` is where completions, rewards and advantages
+come together, and `_logs` is the only place where they are all kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import version
+
+from composer_trl.config import OWNED
+
+SUPPORTED = "1.16"
+
+_SIGNATURES: dict[str, tuple[str, ...]] = {
+    "__init__": (
+        "self", "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class",
+        "reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config", "tools",
+        "rollout_func", "environment_factory",
+    ),
+    "_generate_and_score_completions": ("self", "inputs"),
+    "_save_checkpoint": ("self", "model", "trial"),
+    "save_model": ("self", "output_dir", "_internal_call"),
+}  # fmt: skip
+
+LOG_KEYS = frozenset({"prompt", "completion", "rewards", "advantages"})
+"""Of `GRPOTrainer._logs`; an instance attribute, so `trainer.py` checks it after construction."""
+
+
+def problems() -> list[str]:
+    """One sentence per difference between the installed trl and the one this package was written against."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    installed = version("trl")
+    found = []
+    if not installed.startswith(f"{SUPPORTED}."):
+        found.append(f"trl {installed} is installed; composer-trl is written against trl {SUPPORTED}")
+    for method, expected in _SIGNATURES.items():
+        function = getattr(GRPOTrainer, method, None)
+        actual = tuple(inspect.signature(function).parameters) if function else ()
+        if actual != expected:
+            found.append(f"trl {installed}: GRPOTrainer.{method} takes {actual}, expected {expected}")
+    absent = sorted(set(OWNED) - set(GRPOConfig.__dataclass_fields__))
+    if absent:
+        found.append(f"trl {installed}: GRPOConfig has no field {', '.join(absent)}")
+    return found
