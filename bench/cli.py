@@ -1,0 +1,89 @@
+"""How long a user waits for `composer-run --help` and `composer-run check`, in fresh processes.
+
+    python bench/cli.py [--quick] [--json]
+
+Contenders run interleaved; figures are medians of wall times. `ratio` is seconds over the target, `peers` holds the
+seconds of all contenders, a bare interpreter among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SPEC = """\
+version: 1
+name: bench
+model: {builtin: tiny}
+data:
+  prompts: {builtin: digits}
+  rewards:
+    - {use: regex, pattern: "[0-9]"}
+loss:
+  objective: {use: dr-grpo, epsilon_high: 0.28}
+train: {steps: 40, prompts_per_step: 4, group_size: 16, max_completion_tokens: 16, learning_rate: 3.0e-3}
+backend: {use: toy}
+checkpoint: {every: 20}
+"""
+TARGETS = {"composer-run --help": 0.6, "composer-run check": 1.0}
+
+
+def contenders(spec: Path) -> dict[str, list[str]]:
+    """Name -> argv; all start the same interpreter."""
+    program = [sys.executable, "-c", "import sys; from composer_core.cli.main import main; sys.exit(main())"]
+    return {
+        "python -c pass": [sys.executable, "-c", "pass"],
+        "composer-run --help": [*program, "--help"],
+        "composer-run check": [*program, "check", str(spec)],
+    }
+
+
+def measure(rounds: int) -> dict[str, float]:
+    """Median seconds of each contender, run in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = Path(folder, "spec.yaml")
+        spec.write_text(SPEC, encoding="utf-8")
+        programs = contenders(spec)
+        seconds: dict[str, list[float]] = {name: [] for name in programs}
+        for number in range(rounds + 1):
+            for name, argv in programs.items():
+                start = time.perf_counter()
+                subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"COLUMNS": "100"})
+                if number:  # the first round fills the file cache
+                    seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="5 rounds instead of 25")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    options = parser.parse_args()
+    rounds = 5 if options.quick else 25
+    medians = measure(rounds)
+    for name, target in TARGETS.items():
+        figure = {
+            "figure": f"{name} (s)",
+            "ratio": round(medians[name] / target, 3),
+            "target": 1.0,
+            "met": medians[name] < target,
+            "peers": {peer: round(seconds, 4) for peer, seconds in medians.items()},
+            "n": rounds,
+        }
+        if options.json:
+            print(json.dumps(figure))
+        else:
+            met = "met" if figure["met"] else "MISSED"
+            bare = medians["python -c pass"]
+            print(f"{name}: {medians[name]:.3f} s, target < {target} s: {met} (python alone {bare:.3f} s)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""A `RunSpec` as plain JSON values, for plan.json and for showing where each value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from composer_core.spec.model import PLUG_POINTS, WEIGHTED, Plugged, RunSpec, dump
+from composer_core.spec.yaml import dotted
+
+
+def as_json(spec: RunSpec, *, block: Callable[[Plugged], dict[str, Any]] = dump) -> dict[str, Any]:
+    """The whole spec, defaults included; `block` says how a `use:` block is written."""
+    left_out: dict[str, Any] = {}
+    for path in PLUG_POINTS:
+        inner = left_out
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[path[-1]] = True
+    plain = spec.model_dump(mode="json", exclude=left_out)
+    for path in PLUG_POINTS:
+        container: Any = plain
+        found: Any = spec
+        for part in path[:-1]:
+            container, found = container[part], getattr(found, part)
+        found = getattr(found, path[-1])
+        container[path[-1]] = [block(one) for one in found] if isinstance(found, list) else block(found)
+    return plain
+
+
+def values(spec: RunSpec) -> dict[str, Any]:
+    """Every value by its dotted key, blocks as a spec writes them: `loss.channels[0].beta`."""
+    return dict(_leaves(as_json(spec, block=_as_written), ""))
+
+
+def _as_written(block: Plugged) -> dict[str, Any]:
+    weight = {"weight": block.weight} if block.kind in WEIGHTED else {}
+    return {"use": block.use, **weight, **block.settings.model_dump(mode="json")}
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    children: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        children = list(value.items())
+    elif isinstance(value, list):
+        children = list(enumerate(value))
+    if not children:
+        yield key, value
+    for part, child in children:
+        yield from _leaves(child, dotted(key, part))
