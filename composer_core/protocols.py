@@ -228,6 +228,7 @@ class Job:
 
     name: str
     argv: tuple[str, ...]
+    """Arguments behind the interpreter, which is the executor's choice: `-m composer_core.run.worker ...`."""
     run_dir: Path
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()

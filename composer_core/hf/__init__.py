@@ -1,0 +1,1 @@
+"""Language models as local Hugging Face folders: `models.py` is the way in. Needs the extra `[hf]`."""

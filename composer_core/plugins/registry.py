@@ -88,10 +88,8 @@ class Registry:
         blocked = disabled | {name.strip() for name in variable.split(",") if name.strip()}
         for owner, entry_point, distribution in _entry_points():
             if owner.name != CORE:
-                if not third_party:
-                    continue
-                if blocked & {"*", owner.name, entry_point.name}:
-                    registry._problem(owner, "disabled", f"by --disable-plugin, --no-plugins or {DISABLE_VARIABLE}")
+                if not third_party or blocked & {"*", owner.name, entry_point.name}:
+                    registry._problem(owner, "disabled", f"by --no-plugins, --disable-plugin or {DISABLE_VARIABLE}")
                     continue
                 gate = _version_gate(distribution)
                 if gate is not None:
@@ -127,11 +125,14 @@ class Registry:
         """Load a local file as a plugin (`plugins: [./my_channel.py]`).
 
         Raises:
-            UsageError: the file is not there, or it does not load.
+            UsageError: the file is not there, cannot be read, or does not load.
         """
         if not path.is_file():
             raise UsageError("no such plugin file", at=str(path), fix="paths in `plugins:` are relative to the spec")
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        try:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            raise UsageError(f"this plugin file cannot be read: {error.strerror}", at=str(path)) from error
         owner = Owner(name=path.name, version="(local file)", entry_point=path.stem, sha256=digest)
         before = len(self.problems)
         try:
@@ -201,16 +202,16 @@ class Registry:
         near = difflib.get_close_matches(use, known, 1, 0.6)
         if near:
             return UsageError(f"no {kind} is called {use!r}", fix=f"did you mean {near[0]!r}?")
-        broken = [p for p in self.problems if p.stage != "disabled" or use in (p.owner.entry_point, p.owner.name)]
-        suspects = [p for p in broken if use in p.owner.name or use in p.owner.entry_point]
+        suspects = [p for p in self.problems if use in p.owner.name or use in p.owner.entry_point]
         if suspects:
             reasons = "; ".join(str(p) for p in suspects)
             fix = next((p.fix for p in suspects if p.fix), "")
             return MissingError(
-                f"no {kind} is called {use!r}: the plugin that should bring it failed: {reasons}", fix=fix
+                f"no {kind} is called {use!r}; the plugin that may bring it is not loaded: {reasons}", fix=fix
             )
         others = ", ".join(known) or "none"
-        also = f" ({len(broken)} plugins failed to load: composer-run plugins list)" if broken else ""
+        failed = [p for p in self.problems if p.stage != "disabled"]
+        also = f" ({len(failed)} problems with plugins: composer-run plugins list)" if failed else ""
         if kind in (Kind.BACKEND, Kind.EXECUTOR):
             return MissingError(
                 f"no {kind} is called {use!r}; installed: {others}{also}",
@@ -235,7 +236,7 @@ def _entry_points() -> Iterator[tuple[Owner, EntryPoint, Distribution]]:
 
 def _version_gate(distribution: Distribution) -> str | None:
     """Why this plugin must not even be imported: it was made for another core or another Python."""
-    python = distribution.metadata["Requires-Python"] if "Requires-Python" in distribution.metadata else ""
+    python = "".join(distribution.metadata.get_all("Requires-Python") or [])
     current = ".".join(str(part) for part in sys.version_info[:3])
     if python and not SpecifierSet(python).contains(current, prereleases=True):
         return f"needs Python {python}, this is {current}"

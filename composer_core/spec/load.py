@@ -103,9 +103,8 @@ def _add_plugin_files(document: Document, registry: Registry, folder: Path) -> l
             continue
         try:
             registry.add_file(file)
-        except (UsageError, OSError) as error:
-            problem, fix = (error.problem, error.fix) if isinstance(error, UsageError) else (error.strerror, "")
-            problems.append(problem_at(document.places, key, f"{item}: {problem}", fix=fix))
+        except UsageError as error:
+            problems.append(problem_at(document.places, key, f"{item}: {error.problem}", fix=error.fix))
     return problems
 
 

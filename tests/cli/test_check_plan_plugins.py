@@ -164,7 +164,7 @@ def test_plugins_list_shows_contributions_with_owner_and_summary(composer):
     assert out.splitlines()[0] == "backends"
     line = "  regex        How much of the completion matches a pattern [composer-core 0.1.0]"
     assert line in out.splitlines()
-    assert "problems" not in out
+    assert "composer-trl 0.1.0 (disabled): by --no-plugins, --disable-plugin or COMPOSER_DISABLE_PLUGINS" in out
 
 
 def test_a_broken_plugin_is_one_line_and_disturbs_nothing(composer, broken_plugin, monkeypatch):

@@ -40,7 +40,7 @@ class TrlBackend:
 
         The policy loss is TRL's own; the plan admits no channels and only native objectives, so `loss` is not asked.
         """
-        config = _config(run)
+        config = config_of(run)
         dataset = rows_dataset(_enough(run.prompts(), run.spec))
         folder = run.model_folder()
         listener = RunListener(run)
@@ -50,7 +50,7 @@ class TrlBackend:
             config,
             train_dataset=dataset,
             processing_class=load_tokenizer(folder),
-            peft_config=_lora(run.spec.model.lora),
+            peft_config=lora_config(run.spec.model.lora),
             callbacks=[listener],
             on_generation=listener.on_generation,
         )
@@ -121,7 +121,12 @@ def rows_dataset(rows: list[dict[str, Any]]) -> Dataset:
     return Dataset.from_dict({"row": texts}).with_transform(decode)
 
 
-def _config(run: RunContext) -> GRPOConfig:
+def config_of(run: RunContext) -> GRPOConfig:
+    """The plan's configuration with this run's paths.
+
+    Raises:
+        UsageError: trl's own checks refuse it.
+    """
     try:
         return GRPOConfig(**run.upstream, output_dir=str(run.scratch), disable_tqdm=True)
     except (ValueError, TypeError) as error:
@@ -138,7 +143,8 @@ def _enough(rows: list[dict[str, Any]], spec: RunSpec) -> list[dict[str, Any]]:
     return rows
 
 
-def _lora(lora: LoraSpec | None) -> Any:
+def lora_config(lora: LoraSpec | None) -> Any:
+    """`peft.LoraConfig` for the spec's adapters, None for full fine-tuning."""
     if lora is None:
         return None
     from peft import LoraConfig

@@ -20,7 +20,6 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "rollout_func", "environment_factory",
     ),
     "_generate_and_score_completions": ("self", "inputs"),
-    "_save_checkpoint": ("self", "model", "trial"),
     "save_model": ("self", "output_dir", "_internal_call"),
 }  # fmt: skip
 

@@ -218,7 +218,7 @@ def test_a_broken_plugin_that_a_spec_uses_is_named_with_its_reason(install):
     with pytest.raises(MissingError) as error:
         Registry.discover().get(Kind.BACKEND, "acme")
     assert str(error.value) == (
-        "no backend is called 'acme': the plugin that should bring it failed: "
+        "no backend is called 'acme'; the plugin that may bring it is not loaded: "
         "composer-acme 0.3 (import): ZeroDivisionError: division by zero\n  fix: pip install -U composer-acme"
     )
 
@@ -232,7 +232,7 @@ def test_a_disabled_plugin_is_never_imported(install, monkeypatch, name, by):
     registry = Registry.discover(disabled=frozenset({name}) if by == "option" else frozenset())
     assert module not in sys.modules
     assert of(registry, "composer-acme") == [
-        "composer-acme 0.3 (disabled): by --disable-plugin, --no-plugins or COMPOSER_DISABLE_PLUGINS"
+        "composer-acme 0.3 (disabled): by --no-plugins, --disable-plugin or COMPOSER_DISABLE_PLUGINS"
     ]
     assert "grpo" in registry.names(Kind.OBJECTIVE)  # the core's own always stay
 

@@ -1,0 +1,108 @@
+"""`composer-run run`: check everything, make the run directory, start the worker, wait, say how it ended."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from composer_core.cli.common import GlobalOptions, OverridesArgument, SpecArgument, open_spec
+from composer_core.errors import ComposerError
+
+if TYPE_CHECKING:
+    from composer_core.protocols import Executor, Job
+    from composer_core.run.directory import RunDirectory
+    from composer_core.spec.load import LoadedSpec
+    from composer_core.spec.plan import Plan
+
+RunsOption = Annotated[
+    Path | None,
+    typer.Option("--runs", metavar="DIR", help="Folder that holds runs; default COMPOSER_RUNS, else ./runs."),
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only errors.")]
+
+
+def run(
+    ctx: typer.Context,
+    spec: SpecArgument,
+    overrides: OverridesArgument = None,
+    runs: RunsOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Train what SPEC describes, and end with the run's exit code.
+
+    0 done, 2 the spec or data is wrong, 3 something is missing, 4 the run failed, 5 stopped on request.
+    Example: composer-run run spec.yaml train.steps=5
+    """
+    from composer_core.data.preflight import preflight
+    from composer_core.run.directory import create_run, runs_root
+
+    registry, loaded, plan = open_spec(ctx, spec, overrides)
+    lines = preflight(loaded.spec, registry)
+    _, contribution = registry.get(loaded.spec.executor.kind, loaded.spec.executor.use)
+    executor: Executor = contribution.load()(loaded.spec.executor.settings)
+    directory = create_run(runs_root(runs), loaded.spec.name)
+    _write_inputs(directory, loaded, plan)
+    if not quiet:
+        typer.echo("\n".join([*lines, f"run: {_shown(directory.path)}"]), err=True)
+    job = _job(ctx.ensure_object(GlobalOptions), directory, name=loaded.spec.name, quiet=quiet)
+    code = _execute(executor, job, directory)
+    if not quiet:
+        _say_how_it_ended(directory)
+    raise typer.Exit(code)
+
+
+def _write_inputs(directory: RunDirectory, loaded: LoadedSpec, plan: Plan) -> None:
+    from composer_core.run.provenance import control_facts
+    from composer_core.spec.resolved import values
+
+    resolved = {
+        key: {"value": value, "source": loaded.sources.get(key, "default")}
+        for key, value in values(loaded.spec).items()
+    }
+    directory.write_text("spec.yaml", loaded.text)
+    directory.write_json("resolved.json", resolved)
+    directory.write_json("provenance.json", {"control": control_facts(sys.argv, loaded.path.absolute().parent)})
+    directory.write_json("plan.json", plan.to_json())  # last: with it the directory is a run
+
+
+def _job(options: GlobalOptions, directory: RunDirectory, *, name: str, quiet: bool) -> Job:
+    from composer_core.plugins.registry import DISABLE_VARIABLE
+    from composer_core.protocols import Job
+    from composer_core.run.directory import DEBUG_VARIABLE
+
+    environment = {}
+    if options.debug:
+        environment[DEBUG_VARIABLE] = "1"
+    if not options.third_party or options.disabled:
+        environment[DISABLE_VARIABLE] = ",".join(sorted(options.disabled)) if options.third_party else "*"
+    argv = ("-m", "composer_core.run.worker", str(directory.plan), *(["--quiet"] if quiet else []))
+    return Job(name=name, argv=argv, run_dir=directory.path, env=environment)
+
+
+def _execute(executor: Executor, job: Job, directory: RunDirectory) -> int:
+    try:
+        return executor.collect(executor.launch(job))
+    except ComposerError as error:  # the directory is there by now, so it must say what happened
+        directory.event("failed", reason=str(error), exit_code=error.exit_code)
+        raise
+
+
+def _say_how_it_ended(directory: RunDirectory) -> None:
+    from composer_core.run.report import summarise
+
+    summary = summarise(directory)
+    reward = "" if summary.reward_first is None else f", reward {summary.reward_first:.3g} -> {summary.reward_last:.3g}"
+    reason = f" ({summary.reason})" if summary.state == "stopped" else ""  # a failure's was printed when it happened
+    typer.echo(f"{summary.state}{reason}: {summary.steps} of {summary.total_steps} steps{reward}")
+    if directory.report.is_file():
+        typer.echo(f"report: {_shown(directory.report)}")
+    if summary.model is not None:
+        typer.echo(f"model: {_shown(Path(summary.model))}")
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working directory where that is shorter."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

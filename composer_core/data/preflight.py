@@ -1,0 +1,118 @@
+"""Looks at a spec's data, model folder and rewards before anything is written; without torch or transformers.
+
+What only a worker can look at (a dataset or model on the Hub, a third party's reward) is named in a line, not tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from composer_core.data.prompts import load_prompts
+from composer_core.data.rewards import build_reward, columns_needed, named
+from composer_core.data.scoring import CheckedReward
+from composer_core.errors import RunFailed, UsageError
+from composer_core.hf.source import check_folder, has_chat_template, local_folder
+from composer_core.plugins.contributions import Kind
+from composer_core.plugins.registry import CORE, Registry
+from composer_core.run.context import NamedReward
+from composer_core.spec.model import ModelSpec, PromptsSpec, RunSpec
+
+_SHOWN = 40
+
+
+def preflight(spec: RunSpec, registry: Registry) -> list[str]:
+    """What the run will start from, one line per thing.
+
+    The core's own rewards, `python` among them, are called once, on an empty completion and a likely one.
+
+    Raises:
+        UsageError: something the user gave is wrong, with its place.
+        MissingError: something is not installed.
+    """
+    lines = [_model_line(spec.model, chat=spec.data.prompts.chat)]
+    rewards, left = _own_rewards(spec, registry)
+    if spec.data.prompts.dataset is not None:
+        lines.append(f"prompts: dataset {spec.data.prompts.dataset}, read when the run starts")
+        return lines + [_reward_line(reward, "tried when the run starts") for reward in rewards] + left
+    rows = load_prompts(spec.data.prompts, columns_needed=columns_needed(rewards))
+    lines.append(_prompts_line(spec.data.prompts, rows))
+    for reward in rewards:
+        lines.append(_reward_line(reward, _try(reward, rows[0], steps=spec.train.steps)))
+    return lines + left
+
+
+def _model_line(model: ModelSpec, *, chat: bool) -> str:
+    if model.builtin is not None:
+        return f"model: built-in {model.builtin}"
+    folder = local_folder(model)
+    if folder is None:
+        return f"model: {model.path}, from the Hugging Face Hub when the run starts"
+    check_folder(folder, gguf_file=model.gguf_file)
+    if model.gguf_file is not None:
+        return f"model: {folder / model.gguf_file}"
+    if chat and not has_chat_template(folder):
+        raise UsageError(
+            "the tokenizer in this folder has no chat template, and prompts are chats",
+            at=str(folder),
+            fix="data.prompts.chat: false continues prompts as raw text",
+        )
+    return f"model: {folder}"
+
+
+def _prompts_line(spec: PromptsSpec, rows: list[dict[str, Any]]) -> str:
+    source = Path(spec.path).name if spec.path is not None else f"built-in {spec.builtin}"
+    count = f"{len(rows)} row" if len(rows) == 1 else f"{len(rows)} rows"
+    others = ", ".join(name for name in rows[0] if name != "prompt")
+    return f"prompts: {count} from {source}, " + (f"columns {others}" if others else "no other columns")
+
+
+def _own_rewards(spec: RunSpec, registry: Registry) -> tuple[list[NamedReward], list[str]]:
+    """The core's rewards, made; and a line for each of the others, whose code a worker will import."""
+    own, left = [], []
+    for name, plugged in named(spec.data.rewards):
+        owner, _ = registry.get(Kind.REWARD, plugged.use)
+        if owner.name == CORE:
+            own.append(build_reward(name, plugged, registry=registry))
+        else:
+            left.append(f"reward {name} (weight {plugged.weight:g}): from {owner}, tried when the run starts")
+    return own, left
+
+
+def _reward_line(reward: NamedReward, what: str) -> str:
+    return f"reward {reward.name} (weight {reward.weight:g}): {what}"
+
+
+def _try(reward: NamedReward, row: Mapping[str, Any], *, steps: int) -> str:
+    """The scores of two completions of the first row, in words."""
+    texts = ["", _likely_completion(reward, row)]
+    chat = isinstance(row["prompt"], list)
+    completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
+    columns = {name: [value] * 2 for name, value in row.items() if name != "prompt"}
+    # What trainers hand to a reward besides the columns, in the shape of TRL's.
+    columns |= {"prompts": [row["prompt"]] * 2, "completion_ids": [[0], [0]]}
+    state = SimpleNamespace(global_step=0, max_steps=steps)
+    try:
+        empty, likely = reward.score(
+            completions, **columns, trainer_state=state, log_extra=_drop, log_metric=_drop, environments=None
+        )
+    except RunFailed as error:  # nothing has started: it is the spec, or a file it names, that must change
+        raise UsageError(f"tried on the first prompt: {error.problem}", at=error.at, fix=error.fix) from error
+    shown = texts[1] if len(texts[1]) <= _SHOWN else f"...{texts[1][-_SHOWN:]}"
+    return f"{_score(empty)} for an empty completion, {_score(likely)} for {shown!r}"
+
+
+def _likely_completion(reward: NamedReward, row: Mapping[str, Any]) -> str:
+    wanted = reward.score.columns() if isinstance(reward.score, CheckedReward) else ()
+    scalars = [row[name] for name in wanted if isinstance(row[name], str | int | float)]
+    return str(scalars[0]) if scalars else "1"
+
+
+def _score(value: float | None) -> str:
+    return "no score" if value is None else f"{value:g}"
+
+
+def _drop(*args: object) -> None:
+    """Stands for TRL's `log_extra` and `log_metric`: there is no log yet."""
