@@ -6,14 +6,13 @@ that needs a reference loads the same folder again, and a folder's path is what 
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from composer_core.errors import MissingError, UsageError
 from composer_core.hf.cache import cached_folder
-from composer_core.hf.source import check_folder, first_line, local_folder
+from composer_core.hf.source import check_folder, first_line, json_object, local_folder
 from composer_core.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def _from_hub(spec: ModelSpec) -> Path:
 
 
 def _check_vocabulary(folder: Path, *, highest: int) -> None:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = json_object(folder / "config.json")
     rows = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     if rows is not None and highest >= rows:  # some remote-code configs name it otherwise; the model then decides
         raise UsageError(

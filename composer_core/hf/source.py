@@ -9,6 +9,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from composer_core.errors import MissingError, UsageError
 from composer_core.spec.model import ModelSpec
@@ -81,7 +82,22 @@ def has_chat_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file():
         return True
     config = folder / "tokenizer_config.json"
-    return config.is_file() and bool(_json_object(config).get("chat_template"))
+    return config.is_file() and bool(json_object(config).get("chat_template"))
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """The content of a model folder's JSON file.
+
+    Raises:
+        UsageError: it cannot be read, or holds no object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"not readable as JSON: {error}", at=str(file)) from error
+    if not isinstance(content, dict):
+        raise UsageError("expected a JSON object", at=str(file))
+    return content
 
 
 def first_line(error: Exception) -> str:
@@ -133,7 +149,7 @@ def _instead_of_config(folder: Path) -> str:
 def _check_weights(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = _json_object(index).get("weight_map", {})
+        shards = json_object(index).get("weight_map", {})
         missing = sorted(name for name in set(shards.values()) if not (folder / name).is_file())
         if missing:
             raise UsageError(
@@ -151,13 +167,3 @@ def _check_weights(folder: Path) -> None:
             fix="save them once as safetensors, on a machine where you trust them",
         )
     raise UsageError("this model folder has no weights", at=str(folder), fix="expected model.safetensors in it")
-
-
-def _json_object(file: Path) -> dict[str, dict[str, str]]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"not readable as JSON: {error}", at=str(file)) from error
-    if not isinstance(content, dict):
-        raise UsageError("expected a JSON object", at=str(file))
-    return content

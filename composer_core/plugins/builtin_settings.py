@@ -119,7 +119,7 @@ class ExactMatchSettings(Settings):
 class ContainsSettings(Settings):
     """1 when the completion contains a text, else 0."""
 
-    text: str | None = None
+    text: str | None = Field(None, min_length=1)
     """The text to look for, the same for every row."""
     column: str | None = None
     """Or the column that holds it."""

@@ -77,6 +77,8 @@ class ModelSpec(Settings):
             raise ValueError("give either path or builtin")
         if self.gguf_file is not None and self.path is None:
             raise ValueError("gguf_file names a file inside path; path is missing")
+        if self.revision is not None and self.path is None:
+            raise ValueError("revision is a branch, tag or commit of path; path is missing")
         return self
 
 

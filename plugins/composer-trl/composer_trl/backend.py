@@ -41,7 +41,7 @@ class TrlBackend:
         The policy loss is TRL's own; the plan admits no channels and only native objectives, so `loss` is not asked.
         """
         config = config_of(run)
-        dataset = rows_dataset(_enough(run.prompts(), run.spec))
+        dataset = rows_dataset(_checked(run.prompts(), run.spec))
         folder = run.model_folder()
         listener = RunListener(run)
         trainer = ComposerGRPOTrainer(
@@ -133,12 +133,21 @@ def config_of(run: RunContext) -> GRPOConfig:
         raise UsageError(f"trl refuses this configuration: {error}", at="backend.options") from error
 
 
-def _enough(rows: list[dict[str, Any]], spec: RunSpec) -> list[dict[str, Any]]:
-    """TRL's sampler drops an incomplete step silently: with too few rows it would train nothing at all."""
+_SPECIAL_COLUMNS = frozenset({"completion", "image", "images", "environment"})
+"""TRL keeps the first from the rewards and reads inputs of its own out of the others."""
+
+
+def _checked(rows: list[dict[str, Any]], spec: RunSpec) -> list[dict[str, Any]]:
+    """Refuse what TRL would take in silence: an incomplete step, which its sampler drops, and columns it interprets."""
     needed = spec.train.prompts_per_step
     if len(rows) < needed:
         raise UsageError(
             f"{len(rows)} prompts, but one step takes {needed}", at="data.prompts", fix="lower train.prompts_per_step"
+        )
+    special = sorted(_SPECIAL_COLUMNS & {name for row in rows for name in row})
+    if special:
+        raise UsageError(
+            f"trl has a meaning of its own for the column {special[0]!r}", at="data.prompts", fix="rename it"
         )
     return rows
 

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from composer_core.data.preflight import preflight
+from composer_core.errors import UsageError
+from composer_core.plugins.builtin_settings import ExactMatchSettings, PythonRewardSettings, RegexSettings
+from composer_core.plugins.contributions import Kind, RewardPlugin
+from composer_core.plugins.hookspecs import hookimpl
+from composer_core.plugins.registry import Owner, Registry
+from composer_core.plugins.settings import NoSettings
+from composer_core.spec.model import ModelSpec, Plugged, PromptsSpec
+
+REGISTRY = Registry.discover(third_party=False)
+
+
+def plugged(use, settings, weight=1.0):
+    return Plugged(kind=Kind.REWARD, use=use, owner="composer-core", settings=settings, weight=weight)
+
+
+def spec(prompts, *rewards, model=None):
+    """Only what preflight reads of a spec."""
+    return SimpleNamespace(
+        model=model or ModelSpec(builtin="tiny"),
+        data=SimpleNamespace(prompts=prompts, rewards=list(rewards)),
+        train=SimpleNamespace(steps=10),
+    )
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    rows = [{"question": "16 - 3?", "answer": "<<16-3=13>>\n#### 13"}, {"question": "1 + 1?", "answer": "#### 2"}]
+    file.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return PromptsSpec(path=str(file), column="question")
+
+
+def test_it_says_what_the_run_starts_from(tasks):
+    lines = preflight(
+        spec(
+            tasks, plugged("exact-match", ExactMatchSettings()), plugged("regex", RegexSettings(pattern="[0-9]"), 0.5)
+        ),
+        REGISTRY,
+    )
+    assert lines == [
+        "model: built-in tiny",
+        "prompts: 2 rows from tasks.jsonl, columns question, answer",
+        "reward exact-match (weight 1): 0 for an empty completion, 1 for '<<16-3=13>>\\n#### 13'",
+        "reward regex (weight 0.5): 0 for an empty completion, 1 for '1'",
+    ]
+
+
+def test_a_reward_is_tried_with_everything_a_trainer_gives_it(tasks, tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def f(completions, prompts, completion_ids, answer, trainer_state, log_extra, log_metric, **columns):\n"
+        "    log_extra('answer', answer)\n"
+        "    log_metric('share', 0.5)\n"
+        "    assert [c[0]['content'] for c in completions] == ['', answer[0]] and len(completion_ids) == 2\n"
+        "    return [trainer_state.global_step, None]\n",
+        encoding="utf-8",
+    )
+    lines = preflight(spec(tasks, plugged("python", PythonRewardSettings(function=f"{tmp_path}/r.py:f"))), REGISTRY)
+    assert lines[2] == ("reward python (weight 1): 0 for an empty completion, no score for '<<16-3=13>>\\n#### 13'")
+
+
+def test_a_reward_that_fails_on_the_first_prompt_is_the_users_error(tasks, tmp_path):
+    file = tmp_path / "r.py"
+    file.write_text(
+        "def f(completions, **columns):\n    return [1 / len(c[0]['content']) for c in completions]\n", "utf-8"
+    )
+    with pytest.raises(UsageError) as caught:
+        preflight(spec(tasks, plugged("python", PythonRewardSettings(function=f"{file}:f"))), REGISTRY)
+    assert str(caught.value) == (
+        f"{file}:2: tried on the first prompt: reward 'python' raised ZeroDivisionError: division by zero"
+        "\n  completion: ''"
+    )
+
+
+def test_any_row_without_a_rewards_column_is_found(tasks):
+    from pathlib import Path
+
+    with Path(tasks.path).open("a", encoding="utf-8") as file:
+        file.write('\n{"question": "2 + 2?"}\n')
+    with pytest.raises(UsageError) as caught:
+        preflight(spec(tasks, plugged("exact-match", ExactMatchSettings())), REGISTRY)
+    assert str(caught.value) == (
+        f"{tasks.path}:3: no column 'answer', which reward 'exact-match' needs; there are: question"
+    )
+
+
+def test_a_dataset_and_a_hub_model_are_left_to_the_worker():
+    lines = preflight(
+        spec(
+            PromptsSpec(dataset="acme/tasks"),
+            plugged("exact-match", ExactMatchSettings()),
+            model=ModelSpec(path="acme/model"),
+        ),
+        REGISTRY,
+    )
+    assert lines == [
+        "model: acme/model, from the Hugging Face Hub when the run starts",
+        "prompts: dataset acme/tasks, read when the run starts",
+        "reward exact-match (weight 1): tried when the run starts",
+    ]
+
+
+def test_a_third_partys_reward_is_not_imported():
+    class ThirdParty:
+        @hookimpl
+        def composer_rewards(self):
+            yield RewardPlugin(name="heavy", summary="", target="no_such_module_anywhere:Reward")
+
+    registry = Registry()
+    registry.add(ThirdParty(), Owner("acme-rewards", "2.1"))
+    lines = preflight(spec(PromptsSpec(builtin="digits"), plugged("heavy", NoSettings())), registry)
+    assert lines == [
+        "model: built-in tiny",
+        "prompts: 64 rows from built-in digits, columns target",
+        "reward heavy (weight 1): from acme-rewards 2.1, tried when the run starts",
+    ]
+
+
+def test_a_chat_needs_a_chat_template(tmp_path, tasks):
+    for name, text in {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": ""}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    model = ModelSpec(path=str(tmp_path))
+    regex = plugged("regex", RegexSettings(pattern="a"))
+    with pytest.raises(UsageError) as caught:
+        preflight(spec(tasks, regex, model=model), REGISTRY)
+    assert str(caught.value) == (
+        f"{tmp_path}: the tokenizer in this folder has no chat template, and prompts are chats"
+        "\n  fix: data.prompts.chat: false continues prompts as raw text"
+    )
+    raw = tasks.model_copy(update={"chat": False})
+    assert preflight(spec(raw, regex, model=model), REGISTRY)[0] == f"model: {tmp_path}"
+
+
+def test_it_needs_neither_torch_nor_transformers():
+    code = (
+        "import sys\n"
+        "from composer_core.data.preflight import preflight\n"
+        "from composer_core.data.rewards import ExactMatch, PythonReward\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'huggingface_hub', 'numpy'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "[]\n"
