@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_core.hf.models import load_policy, load_tokenizer
-from composer_core.loss.composite import CompositeLoss
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig
 
 from composer_core.errors import RunFailed, UsageError
+from composer_core.hf.models import load_policy, load_tokenizer
+from composer_core.loss.composite import CompositeLoss
 from composer_core.protocols import TrainResult
 from composer_core.run.context import RolloutSample, RunContext
 from composer_core.spec.model import LoraSpec, RunSpec
