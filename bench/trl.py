@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.remove(str(Path(__file__).parent))  # else this file is what `import trl` finds
@@ -94,7 +95,7 @@ def block(kind: str, spec: Path, overrides: list[str]) -> list[float]:
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    return [after - before for before, after in zip(ticks, ticks[1:], strict=False)]
+    return [after - before for before, after in pairwise(ticks)]
 
 
 def compare(spec: Path, overrides: list[str], rounds: int) -> tuple[list[tuple[float, float]], dict[str, float]]:

@@ -138,3 +138,5 @@ class Batch:
     `max_tokens` (sequences x longest completion), `micro_batches`, and "<channel>.<name>" for what a channel counts."""
     step: int = 0
     total_steps: int = 1
+    temperature: float = 1.0
+    """At which the rollouts were sampled; a loss takes the log-probs of their tokens at the same one."""

@@ -1,7 +1,7 @@
 """Published policy objectives as rows of one table; `policy.py` computes any row, a backend maps the rows it knows.
 
 No torch here: a spec is checked against this table. To add an objective that the existing rules can express, add a
-row; a new clip rule is a function in `policy.py`.
+row; a new clip rule is a function in `clip.py`.
 """
 
 from __future__ import annotations

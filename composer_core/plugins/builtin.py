@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from composer_core.loss.presets import PRESETS
 from composer_core.plugins import builtin_settings as settings
+from composer_core.plugins.builtin_derive import derive_toy
 from composer_core.plugins.contributions import (
     BackendPlugin,
     ExecutorPlugin,
@@ -33,13 +34,14 @@ def composer_objectives() -> Iterable[ObjectivePlugin]:
 def composer_backends() -> Iterable[BackendPlugin]:
     yield BackendPlugin(
         name="toy",
-        summary="A GRPO loop of 150 lines in plain torch, to prove channels and objectives on",
+        summary="A GRPO loop in plain torch, to prove channels and objectives on",
         target="composer_core.testing.toy:ToyBackend",
         settings=settings.ToySettings,
         provides=lambda spec: frozenset(
             {Need.LOGPS, Need.DIVERGENCE_FULL, Need.LOGITS, Need.PAIRS, Need.REFERENCE, Need.STATE}
         ),
         aggregations=frozenset(Aggregation),
+        derive=derive_toy,
         install_hint="pip install 'composer-core[hf]'",
     )
 

@@ -162,6 +162,16 @@ class TrainSpec(Settings):
     sample_rollouts: int = Field(4, ge=0)
     """Completions kept in rollouts.jsonl per logged step."""
 
+    @property
+    def sequences_per_step(self) -> int:
+        """Completions in one optimiser step, over all processes."""
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def micro_batch_size(self) -> int:
+        """`micro_batch`, or its default."""
+        return self.micro_batch or max(d for d in range(1, 9) if self.sequences_per_step % d == 0)
+
 
 class CheckpointSpec(Settings):
     """Checkpoints in `checkpoints/step_N`, complete or absent."""

@@ -24,8 +24,6 @@ from composer_core.plugins.contributions import Derived
 from composer_core.spec.model import RunSpec
 from composer_trl.objectives import NATIVE, config_fields
 
-DEFAULT_MICRO_BATCH = 8
-
 OWNED: dict[str, str] = {
     "output_dir": "nothing: the run directory",
     "run_name": "name",
@@ -92,8 +90,7 @@ def derive(spec: RunSpec) -> Derived:
     if problems:
         raise SpecError(problems)
     train = spec.train
-    sequences = train.prompts_per_step * train.group_size
-    micro = micro_batch(spec)
+    sequences, micro = train.sequences_per_step, train.micro_batch_size
     accumulation = sequences // micro
     upstream = {
         "per_device_train_batch_size": micro,
@@ -134,21 +131,14 @@ def derive(spec: RunSpec) -> Derived:
     return Derived(numbers=numbers, upstream=upstream, notes=tuple(_notes(spec)))
 
 
-def micro_batch(spec: RunSpec) -> int:
-    """Sequences in one forward pass: as asked, else the largest divisor of a step's sequences up to 8."""
-    sequences = spec.train.prompts_per_step * spec.train.group_size
-    return spec.train.micro_batch or max(d for d in range(1, DEFAULT_MICRO_BATCH + 1) if sequences % d == 0)
-
-
 def _objective_fields(spec: RunSpec) -> Mapping[str, Any]:
     objective = spec.loss.objective
     return config_fields(objective.name, objective.settings) if objective.name in NATIVE else {}  # type: ignore[arg-type]
 
 
 def _batch_problems(spec: RunSpec) -> Iterator[Problem]:
-    sequences = spec.train.prompts_per_step * spec.train.group_size
-    micro = spec.train.micro_batch
-    if micro is not None and sequences % micro:
+    sequences, micro = spec.train.sequences_per_step, spec.train.micro_batch_size
+    if sequences % micro:
         divisors = [d for d in range(1, sequences + 1) if sequences % d == 0]
         yield Problem(
             key="train.micro_batch",

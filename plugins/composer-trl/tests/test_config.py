@@ -5,7 +5,7 @@ from composer_core.errors import SpecError
 from composer_core.plugins.builtin_settings import OBJECTIVE_SETTINGS, InlineSettings, RegexSettings
 from composer_core.plugins.contributions import Kind
 from composer_core.spec.model import Plugged, RunSpec
-from composer_trl.config import OWNED, derive, grpo_config_fields, micro_batch
+from composer_trl.config import OWNED, derive, grpo_config_fields
 from composer_trl.objectives import NATIVE, config_fields
 from composer_trl.po_config import PO_OBJECTIVES, make_po_config
 from composer_trl.settings import TrlSettings
@@ -54,7 +54,7 @@ def test_three_numbers_of_the_spec_become_trls_four():
     [(8, 8, 8), (5, 6, 6), (11, 2, 2), (13, 2, 2)],
 )
 def test_the_default_micro_batch_divides_the_step(prompts, group, micro):
-    assert micro_batch(spec(prompts_per_step=prompts, group_size=group)) == micro
+    assert spec(prompts_per_step=prompts, group_size=group).train.micro_batch_size == micro
 
 
 def test_what_derive_gives_is_a_valid_grpo_config(tmp_path):

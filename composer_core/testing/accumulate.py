@@ -1,0 +1,159 @@
+"""From one optimiser step's rollouts to gradients: the part of a backend that every adapter must get right.
+
+Counts are made over all ranks and the whole window before any forward; each micro-batch adds local sums divided by
+those; so the gradient does not depend on how the window is split over micro-batches or ranks. Runs on one process,
+or on several when torch.distributed is initialised. No sampling, rewards or optimiser here: `toy.py` has those, and
+tests feed fixed rollouts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composer_core.batch import Batch, Rollouts, Seqs
+from composer_core.loss.composite import Breakdown, CompositeLoss, Rows, active_share
+from composer_core.loss.reduce import global_count
+from composer_core.loss.views import ModelView
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one optimiser step is made of, on this rank."""
+
+    rollouts: Rollouts
+    rows: Rows
+    """Channel -> one row or None per sequence."""
+    splits: Sequence[Sequence[int]]
+    """Indices of the sequences in each micro-batch."""
+    longest: int
+    """Completion tokens allowed, for the `max_tokens` count."""
+
+
+def accumulate_gradients(
+    policy: nn.Module, loss: CompositeLoss, window: Window, *, base: Batch, reference: nn.Module | None = None
+) -> dict[str, float]:
+    """Add the window's gradient to `policy`, equal on all ranks; returns the step's losses, over all ranks.
+
+    Args:
+        policy: the model in training mode; its gradients are those of earlier calls, usually None.
+        loss: objective and channels.
+        window: this rank's rollouts.
+        base: step, total steps and temperature; the rest is filled in per micro-batch.
+        reference: serves as both `reference` and (frozen) `teacher` to channels that ask for one.
+    """
+    counts = sum_over_ranks({**_own_counts(window), **loss.count(window.rows)})
+    logged: defaultdict[str, float] = defaultdict(float)
+    for indices in window.splits:
+        rollouts = take(window.rollouts, indices)
+        batch = replace(base, rollouts=rollouts, counts=counts)
+        view = ModelView(policy, rollouts=rollouts.seqs, teacher=reference, reference=reference)
+        term = loss.policy(view, batch)
+        divisor = global_count(counts, term.count)
+        rows = {name: [channel_rows[i] for i in indices] for name, channel_rows in window.rows.items()}
+        parts = loss.channels(view, loss.batches(rows, batch))
+        total = term.sum / divisor + parts.total
+        # gradients are averaged over ranks below, as DDP does it: a local sum over a global count would arrive
+        # world_size times too small. Undo that once, here.
+        (world_size() * total).backward()  # type: ignore[no-untyped-call]
+        for name, value in _values(total, term.sum / divisor, term.metrics, parts, divisor=divisor):
+            logged[name] += float(value.detach())
+    _average_gradients(policy)
+    return {**sum_over_ranks(logged), **_facts(loss, counts), "tokens": counts["tokens"]}
+
+
+def take(rollouts: Rollouts, indices: Sequence[int]) -> Rollouts:
+    """Some sequences of packed rollouts, in the order given."""
+    bounds = rollouts.seqs.cu.tolist()
+    spans = [torch.arange(bounds[i], bounds[i + 1]) for i in indices]
+    tokens = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+    sequences = torch.tensor(list(indices), dtype=torch.int64)
+    lengths = rollouts.seqs.lengths[sequences]
+
+    def pick(values: Tensor | None, at: Tensor) -> Tensor | None:
+        return None if values is None else values[at]
+
+    return Rollouts(
+        seqs=Seqs(ids=rollouts.seqs.ids[tokens], cu=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])),
+        action=rollouts.action[tokens],
+        advantages=pick(rollouts.advantages, tokens),
+        old_logps=pick(rollouts.old_logps, tokens),
+        sampler_logps=pick(rollouts.sampler_logps, tokens),
+        ref_logps=pick(rollouts.ref_logps, tokens),
+        rewards=pick(rollouts.rewards, sequences),
+        group=pick(rollouts.group, sequences),
+        uid=tuple(rollouts.uid[i] for i in indices) if rollouts.uid else (),
+    )
+
+
+def world_size() -> int:
+    """Processes that train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
+    """Each value summed over the ranks, which must all call this with the same names."""
+    names = sorted(values)
+    numbers = torch.tensor([values[name] for name in names], dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(numbers)
+    return dict(zip(names, numbers.tolist(), strict=True))
+
+
+def gather(values: Tensor) -> Tensor:
+    """The ranks' tensors one behind the other, in the order of ranks; they must have one shape."""
+    if not dist.is_initialized():
+        return values
+    parts = [torch.empty_like(values) for _ in range(world_size())]
+    dist.all_gather(parts, values.contiguous())
+    return torch.cat(parts)
+
+
+def _own_counts(window: Window) -> dict[str, float]:
+    sequences = float(len(window.rollouts.seqs))
+    return {
+        "tokens": float(window.rollouts.action.sum()),
+        "sequences": sequences,
+        "max_tokens": sequences * window.longest,
+        "micro_batches": float(len(window.splits)),
+    }
+
+
+def _average_gradients(policy: nn.Module) -> None:
+    if not dist.is_initialized():
+        return
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:  # not used on this rank: it must still join the collective
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world_size()
+
+
+def _values(
+    total: Tensor, policy: Tensor, metrics: Mapping[str, Tensor], parts: Breakdown, *, divisor: float
+) -> Iterator[tuple[str, Tensor]]:
+    yield "loss/total", total
+    yield "loss/policy", policy
+    for key, value in metrics.items():
+        yield f"policy/{key}", value / divisor
+    for name, part in parts.terms.items():
+        yield f"loss/{name}", part.value
+        for key, value in part.metrics.items():
+            yield f"{name}/{key}", value
+
+
+def _facts(loss: CompositeLoss, counts: Mapping[str, float]) -> dict[str, float]:
+    """Per channel its weight, its share of active rows, and the tokens it counted (all actions if it counts none)."""
+    facts: dict[str, float] = {}
+    for active in loss.active:
+        name = active.name
+        facts[f"weight/{name}"] = active.weight
+        facts[f"active/{name}"] = active_share(counts, name)
+        facts[f"tokens/{name}"] = counts.get(f"{name}.tokens", counts["tokens"])
+    return facts

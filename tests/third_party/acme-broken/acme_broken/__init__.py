@@ -1,0 +1,1 @@
+"""Breaks on import."""
