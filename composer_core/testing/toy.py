@@ -2,8 +2,8 @@
 
 `sampling.py` generates and scores, `accumulate.py` makes gradients, `toy_files.py` knows what a checkpoint holds.
 Left out on purpose: adapters, top-p and top-k, schedules, checkpointed activations, resume; a spec that asks for one
-is refused by its plan. Teacher and reference are the starting model, frozen. Under torch.distributed each rank takes its share
-of a step's prompts.
+is refused by its plan. Teacher and reference are the starting model, frozen. Under torch.distributed each rank takes
+its share of a step's prompts.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", COMPOSER_RUN)
 def test_composer_run_lines_work(line, runs):
     steps = ["train.steps=2"] if line == "composer-run examples/quickstart.yaml" else []
@@ -100,6 +101,7 @@ def file_named(name, page):
     return BLOCK.search(text, text.index(f"`{name}`"))[2]
 
 
+@pytest.mark.slow
 def test_the_one_file_channel_trains(tmp_path):
     page = ROOT / "docs" / "plugins.md"
     (tmp_path / "my_channel.py").write_text(file_named("my_channel.py", page))

@@ -100,9 +100,7 @@ class BackendContract:
         assert [path for path in finished.rglob("*") if path.suffix in (".pkl", ".pickle", ".bin")] == []
         with torch.serialization.safe_globals(_NUMPY):
             for path in (path for path in finished.rglob("*") if path.suffix in (".pt", ".pth")):
-                torch.load(
-                    path, weights_only=True
-                )  # an upstream's own file holds tensors and numbers, nothing that runs
+                torch.load(path, weights_only=True)  # an upstream's own file: tensors and numbers, no code
 
     def test_the_trained_model_loads_and_has_learnt(self, finished: Path) -> None:
         from composer_core.hf.models import load_policy

@@ -19,6 +19,7 @@ executor: {use: inline, threads: 1}
 """
 
 
+@pytest.mark.slow
 class TestTrl(BackendContract):
     @pytest.fixture(scope="class")
     @classmethod
