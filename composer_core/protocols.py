@@ -201,6 +201,34 @@ class Reward(Protocol):
         ...
 
 
+class TeacherSource(Protocol):
+    """A model that answers in the agent's place. Constructed with its settings."""
+
+    async def complete(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Mapping[str, Any]:
+        """The assistant message that follows `messages` (OpenAI chat form)."""
+        ...
+
+
+class TraceReader(Protocol):
+    """A file format of agent sessions. Constructed with its settings."""
+
+    def recognises(self, path: Path, head: bytes) -> bool:
+        """Whether a file that begins with `head` is of this format, by its content."""
+        ...
+
+    def read(self, path: Path) -> Iterator[Any]:
+        """The file's traces (`traces.model.Trace`); records that cannot be read are counted, never fatal."""
+        ...
+
+
+class HintTemplate(Protocol):
+    """The text of a hint. Constructed with its settings."""
+
+    def __call__(self, context: Mapping[str, Any]) -> str | None:
+        """What the agent should have known; None when this context gives nothing to say."""
+        ...
+
+
 @dataclass(frozen=True)
 class TrainResult:
     """What a backend reports when it is done."""

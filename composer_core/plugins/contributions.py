@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from composer_core.errors import MissingError
 from composer_core.plugins.settings import NoSettings, Settings
-from composer_core.protocols import Aggregation, Backend, Executor, LossChannel, Need, Objective, Reward
+from composer_core.protocols import (
+    Aggregation,
+    Backend,
+    Executor,
+    HintTemplate,
+    LossChannel,
+    Need,
+    Objective,
+    Reward,
+    TeacherSource,
+    TraceReader,
+)
 
 if TYPE_CHECKING:
     from composer_core.spec.model import RunSpec
@@ -33,6 +44,9 @@ class Kind(StrEnum):
     BACKEND = "backend"
     EXECUTOR = "executor"
     REWARD = "reward"
+    TEACHER = "teacher"
+    READER = "trace reader"
+    HINT = "hint"
 
 
 class Feature(StrEnum):
@@ -160,12 +174,39 @@ class RewardPlugin(Contribution[Reward]):
     hook: ClassVar[str] = "composer_rewards"
 
 
+@dataclass(frozen=True, kw_only=True)
+class TeacherPlugin(Contribution[TeacherSource]):
+    """A model that answers in the agent's place; loads to a `protocols.TeacherSource`."""
+
+    kind: ClassVar[Kind] = Kind.TEACHER
+    hook: ClassVar[str] = "composer_teachers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceReaderPlugin(Contribution[TraceReader]):
+    """A file format of agent sessions; loads to a `protocols.TraceReader`."""
+
+    kind: ClassVar[Kind] = Kind.READER
+    hook: ClassVar[str] = "composer_trace_readers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HintPlugin(Contribution[HintTemplate]):
+    """The hint for one kind of error, which is its name; loads to a `protocols.HintTemplate`."""
+
+    kind: ClassVar[Kind] = Kind.HINT
+    hook: ClassVar[str] = "composer_hints"
+
+
 CONTRIBUTIONS: tuple[type[Contribution[Any]], ...] = (
     LossChannelPlugin,
     ObjectivePlugin,
     BackendPlugin,
     ExecutorPlugin,
     RewardPlugin,
+    TeacherPlugin,
+    TraceReaderPlugin,
+    HintPlugin,
 )
 
 Contributions = Iterable[Contribution[Any]]

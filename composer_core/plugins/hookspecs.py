@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from composer_core.plugins.contributions import (
         BackendPlugin,
         ExecutorPlugin,
+        HintPlugin,
         LossChannelPlugin,
         ObjectivePlugin,
         RewardPlugin,
+        TeacherPlugin,
+        TraceReaderPlugin,
     )
 
 PROJECT = "composer"
@@ -95,4 +98,39 @@ class ComposerSpecs:
             @hookimpl
             def composer_rewards():
                 yield RewardPlugin(name="polite", summary="1 when the answer says please", target="acme.reward:Polite")
+        """
+
+    @hookspec
+    def composer_teachers(self) -> Iterable[TeacherPlugin]:  # type: ignore[empty-body]
+        """Offer models that answer in the agent's place.
+
+        Example::
+
+            @hookimpl
+            def composer_teachers():
+                yield TeacherPlugin(
+                    name="acme-api", summary="Acme's hosted models", target="acme.teacher:AcmeTeacher",
+                    settings=AcmeTeacherSettings)
+        """
+
+    @hookspec
+    def composer_trace_readers(self) -> Iterable[TraceReaderPlugin]:  # type: ignore[empty-body]
+        """Offer file formats of agent sessions.
+
+        Example::
+
+            @hookimpl
+            def composer_trace_readers():
+                yield TraceReaderPlugin(name="acme-log", summary="Acme's session log", target="acme.traces:AcmeReader")
+        """
+
+    @hookspec
+    def composer_hints(self) -> Iterable[HintPlugin]:  # type: ignore[empty-body]
+        """Offer the hint for a kind of error.
+
+        Example::
+
+            @hookimpl
+            def composer_hints():
+                yield HintPlugin(name="wrong-unit", summary="Says which unit was meant", target="acme.hints:WrongUnit")
         """

@@ -111,6 +111,15 @@ class PromptsSpec(Settings):
         return self
 
 
+class EvalSpec(PromptsSpec):
+    """Held-out prompts, scored by the same rewards; nothing is learnt from them."""
+
+    every: int = Field(50, ge=1)
+    """Steps between two evaluations; one more at the end."""
+    group_size: int = Field(1, ge=1)
+    """Completions sampled per prompt."""
+
+
 class DataSpec(Settings):
     """Prompts and how answers are scored."""
 
@@ -119,6 +128,8 @@ class DataSpec(Settings):
     prompts: PromptsSpec
     rewards: list[Plugged] = Field(min_length=1)
     """`{use: name, weight: 1.0, ...}`; their weighted sum is the reward."""
+    eval: EvalSpec | None = None
+    """Evaluate on held-out prompts while training; metrics under `eval/`."""
 
 
 class LossSpec(Settings):
@@ -182,6 +193,21 @@ class CheckpointSpec(Settings):
     """How many of the newest stay on disk."""
 
 
+class LimitsSpec(Settings):
+    """When a run ends by itself: it finishes the step, saves, and exits with 5."""
+
+    hours: float | None = Field(None, gt=0)
+    """Wall-clock time from the start of the worker, earlier parts of a resumed run included."""
+    kl: float | None = Field(None, gt=0)
+    """Highest mean KL per token to the starting model; needs an objective with kl_coef > 0."""
+    reward_drop: float | None = Field(None, gt=0, le=1)
+    """Stop when the mean reward of the last 10 logged steps is below (1 - this) x the best such mean so far."""
+    dead_after: int = Field(20, ge=1)
+    """Logged steps in a row after which a channel with rows but without any loss or gradient is called dead."""
+    allow_dead: bool = False
+    """Log a dead channel instead of stopping."""
+
+
 class RunSpec(Settings):
     """A whole run."""
 
@@ -200,6 +226,9 @@ class RunSpec(Settings):
     backend: Plugged
     executor: Plugged
     checkpoint: CheckpointSpec = CheckpointSpec()
+    limits: LimitsSpec = LimitsSpec()
+    sinks: list[Literal["tensorboard", "trackio", "wandb"]] = []
+    """Where metrics go besides metrics.jsonl; each needs its package."""
 
 
 PLUG_POINTS: dict[tuple[str, ...], tuple[Kind, bool, str | None]] = {
