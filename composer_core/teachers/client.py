@@ -1,0 +1,195 @@
+"""One attempt at one request to an OpenAI-compatible server. Retries, money and cache are `asking.py`'s.
+
+The rules: 408, 409, 429 and 5xx may be tried again; 401, 402, 403 and 404 end the teacher, because every further
+request would meet the same; any other refusal costs one state. Where a connection breaks after the request was sent,
+nobody knows whether it was billed, and that is said.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer_core.errors import MissingError
+from composer_core.plugins.teacher_settings import OpenAiTeacherSettings
+from composer_core.protocols import Cost, TeacherReply, TeacherRequest
+from composer_core.teachers.errors import Again, StateRefused, TeacherRefused
+
+if TYPE_CHECKING:
+    import httpx
+
+_AGAIN = frozenset({408, 409, 429})
+_ENDS_TEACHER = {
+    401: "the key is not accepted",
+    402: "the account is out of credits",
+    403: "the key may not use this model",
+    404: "there is no such model or address",
+}
+_TOKENS_PER_MESSAGE = 16
+"""Roles, separators and the reply's header; generous."""
+_ANSWER_GUESS = 300
+"""Tokens of a typical answer, for estimates only."""
+_CHARS_PER_TOKEN = 4
+_SAID_CHARS = 300
+
+
+class OpenAiTeacher:
+    """Implements `protocols.TeacherSource`; the connections are kept and reused until `aclose`."""
+
+    def __init__(self, settings: OpenAiTeacherSettings) -> None:
+        """Make the client; nothing is sent.
+
+        Raises:
+            MissingError: httpx is not installed.
+        """
+        try:
+            import httpx
+        except ImportError as error:
+            raise MissingError("a teacher needs httpx", fix="pip install 'composer-core[data]'") from error
+        self.settings = settings
+        self.concurrency = settings.concurrency
+        self.requests_per_minute = settings.requests_per_minute
+        self.attempts = settings.attempts
+        self.identity = f"{settings.base_url.rstrip('/')} {settings.model}"
+        headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else {}
+        limits = httpx.Limits(max_connections=settings.concurrency, max_keepalive_connections=settings.concurrency)
+        self._client = httpx.AsyncClient(
+            base_url=settings.base_url.rstrip("/") + "/", headers=headers, timeout=settings.timeout_s, limits=limits
+        )
+
+    def body(self, request: TeacherRequest) -> dict[str, Any]:
+        """The request as it is sent."""
+        body: dict[str, Any] = {
+            "model": self.settings.model,
+            "messages": list(request.messages),
+            "max_tokens": self.settings.max_tokens,
+            "temperature": self.settings.temperature,
+            **self.settings.extra_body,
+        }
+        return body | {"tools": list(request.tools)} if request.tools else body
+
+    def worst(self, request: TeacherRequest) -> Cost:
+        """An upper bound: no tokenizer makes more tokens than a text has bytes."""
+        text = json.dumps([request.messages, request.tools], ensure_ascii=False, default=list)
+        prompt = len(text.encode("utf-8", "surrogatepass")) + _TOKENS_PER_MESSAGE * (len(request.messages) + 1)
+        return self._cost(prompt, self.settings.max_tokens)
+
+    def estimate(self, request: TeacherRequest) -> Cost:
+        """What a request is likely to cost."""
+        text = json.dumps([request.messages, request.tools], ensure_ascii=False, default=list)
+        return self._cost(len(text) // _CHARS_PER_TOKEN, min(_ANSWER_GUESS, self.settings.max_tokens))
+
+    async def complete(self, request: TeacherRequest) -> TeacherReply:
+        """Send once.
+
+        Raises:
+            Again: it may be tried again, with how long the server asks to wait and whether it may have been billed.
+            TeacherRefused: nothing this teacher is asked will work.
+            StateRefused: this request will not.
+        """
+        data = await self._post("chat/completions", self.body(request))
+        choice = _first(data.get("choices"))
+        message = choice.get("message")
+        usage = data.get("usage") or {}
+        prompt, completion = (_count(usage.get(f"{side}_tokens")) for side in ("prompt", "completion"))
+        reported = usage.get("cost")
+        usd = float(reported) if isinstance(reported, int | float) else self._cost(prompt, completion).usd
+        return TeacherReply(
+            message=_assistant(message) if isinstance(message, dict) else None,
+            finish=str(choice.get("finish_reason") or ""),
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            usd=usd,
+            model=str(data.get("model") or ""),
+        )
+
+    async def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
+        """Log-prob of each continuation token under this model, at temperature 1 (vLLM's `prompt_logprobs`).
+
+        Raises:
+            TeacherRefused: the server does not give log-probs of its prompt. Others as `complete`.
+        """
+        ids = [*prompt, *continuation]
+        body = {"model": self.settings.model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+        data = await self._post("completions", body)
+        listed = _first(data.get("choices")).get("prompt_logprobs")
+        if not isinstance(listed, list) or len(listed) != len(ids):
+            raise TeacherRefused(
+                f"{self.identity} gives no log-probs of a text it is handed", at="scores", fix="leave scores out"
+            )
+        pairs = list(zip(ids, listed, strict=True))[len(prompt) :]
+        return [float(entry[str(token)]["logprob"]) for token, entry in pairs]
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    def _cost(self, prompt: int, completion: int) -> Cost:
+        price = self.settings.price
+        usd = 0.0 if price is None else (prompt * price.input + completion * price.output) / 1e6
+        return Cost(usd=usd, tokens=prompt + completion)
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        import httpx
+
+        try:
+            response = await self._client.post(path, json=body)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            raise Again(f"{type(error).__name__}: {error}", billed=False) from error
+        except httpx.TransportError as error:  # sent, or partly: only the server knows what came of it
+            raise Again(f"{type(error).__name__}: {error}", billed=True) from error
+        except httpx.InvalidURL as error:
+            raise TeacherRefused(f"{self.identity}: {error}", at="base_url") from error
+        return self._checked(response)
+
+    def _checked(self, response: httpx.Response) -> dict[str, Any]:
+        status = response.status_code
+        if status in _AGAIN or status >= 500:
+            raise Again(f"HTTP {status}{_said(response)}", billed=False, after=_retry_after(response))
+        if status in _ENDS_TEACHER:
+            raise TeacherRefused(f"{self.identity}: {_ENDS_TEACHER[status]} (HTTP {status}{_said(response)})")
+        if status != 200:
+            raise StateRefused(f"HTTP {status}{_said(response)}")
+        if response.headers.get("content-type", "").startswith("text/event-stream"):
+            raise TeacherRefused(f"{self.identity} streams although it was not asked to", fix="use another address")
+        try:
+            data = response.json()
+        except ValueError as error:
+            raise Again(f"the reply is not JSON: {error}", billed=True) from error
+        if not isinstance(data, dict) or (isinstance(data.get("error"), dict) and not data.get("choices")):
+            raise Again(f"the reply holds no answer{_said(response)}", billed=True)
+        return data
+
+
+def _first(choices: Any) -> dict[str, Any]:
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+
+
+def _assistant(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a reply's message belongs into a chat."""
+    kept = {key: message[key] for key in ("content", "tool_calls", "reasoning_content") if message.get(key)}
+    return {"role": "assistant", "content": None, **kept}
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _said(response: httpx.Response) -> str:
+    """What the service said: it is the best message there is. Never the request, which holds the session."""
+    text = " ".join(response.text.split())[:_SAID_CHARS]
+    return f": {text}" if text else ""
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Seconds, from either form of the header."""
+    value = response.headers.get("retry-after", "")
+    if value.isdigit():
+        return float(value)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time()) if value else None
+    except (TypeError, ValueError):
+        return None
