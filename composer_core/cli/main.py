@@ -1,7 +1,8 @@
 """The `composer-run` program: global options, the table of verbs, and the one place where errors become exit codes.
 
 A verb's module is imported when the verb is used, so that `--help` stays fast. To add a verb, write
-`cli/<verb>.py` with a typer function (or a `typer.Typer` for a verb with verbs of its own) and add a row to `VERBS`.
+`cli/<verb>.py` with a typer function (or a `typer.Typer` for a verb with verbs of its own), add a row to `VERBS`, and
+make its page: `python -m composer_core.cli.pages docs/cli`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,18 @@ VERBS: dict[str, Verb] = {
     "run": Verb("composer_core.cli.run", "run", "Train what a spec describes (the default verb)."),
     "check": Verb("composer_core.cli.check", "check", "Find every mistake in a spec, without starting anything."),
     "plan": Verb("composer_core.cli.plan", "plan", "Show everything that a run would use and write."),
-    "plugins": Verb("composer_core.cli.plugins", "app", "What is installed, and what is wrong with it."),
+    "schema": Verb("composer_core.cli.schema", "schema", "Print the JSON Schema of a spec, for editors."),
+    "init": Verb("composer_core.cli.init", "init", "Write a commented spec to start from."),
+    "plugins": Verb("composer_core.cli.plugins", "app", "What is installed, what it takes, whether it works."),
+    "resume": Verb("composer_core.cli.resume", "resume", "Go on with a run from its newest complete checkpoint."),
+    "status": Verb("composer_core.cli.status", "status", "Say where runs stand."),
+    "logs": Verb("composer_core.cli.logs", "logs", "Show the log files of a run."),
+    "stop": Verb("composer_core.cli.stop", "stop", "Ask a run to finish its step, save, and end."),
+    "traces": Verb("composer_core.cli.traces", "app", "Read recorded agent sessions: count, show, convert."),
+    "replay": Verb("composer_core.cli.replay", "replay", "Ask teachers about recorded steps, write preference pairs."),
     "report": Verb("composer_core.cli.report", "report", "Write report.html for a run."),
+    "compare": Verb("composer_core.cli.compare", "compare", "What differs between runs, with their curves overlaid."),
+    "doctor": Verb("composer_core.cli.doctor", "doctor", "Say what of this machine and environment is in the way."),
 }
 
 
@@ -54,10 +65,12 @@ class VerbGroup(TyperGroup):
         """The verb named by the first argument, or `run` where that is a spec; called by typer."""
         name, rest = args[0], args[1:]
         if name not in VERBS:
+            if ctx.resilient_parsing and not name.endswith(SPEC_SUFFIXES):
+                return None, None, args  # the shell asks for completions while the verb is still being typed
             if not (name.endswith(SPEC_SUFFIXES) or Path(name).is_file()):
                 raise _no_such_command(name)
             name, rest = "run", args
-        return name, _load(name), rest
+        return name, load(name), rest
 
 
 def _no_such_command(name: str) -> UsageError:
@@ -66,18 +79,19 @@ def _no_such_command(name: str) -> UsageError:
     return UsageError(f"no such command {name!r}{hint}")
 
 
-def _load(name: str) -> Any:
+def load(name: str) -> Any:
+    """Import a verb; its command, as typer runs it."""
     verb = VERBS[name]
     target = getattr(importlib.import_module(verb.module), verb.attribute)
     if not isinstance(target, typer.Typer):
-        function, target = target, _app()
+        function, target = target, _app(add_completion=False)
         target.command(name=name)(function)
     return typer.main.get_command(target)
 
 
 def _app(**options: Any) -> typer.Typer:
     # Plain text and plain tracebacks: rich's boxes cost 70 ms of import and break messages that tools read by line.
-    return typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, **options)
+    return typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, **options)
 
 
 def _show_version(wanted: bool) -> None:

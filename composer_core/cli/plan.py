@@ -13,6 +13,8 @@ from composer_core.cli.common import JsonOption, OverridesArgument, SpecArgument
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from composer_core.data.tokenizer_check import TokenizerReport
+    from composer_core.plugins.registry import Registry
     from composer_core.spec.model import RunSpec
     from composer_core.spec.plan import Plan
 
@@ -30,27 +32,56 @@ def plan(
 
     Example: composer-run plan spec.yaml --data
     """
-    registry, loaded, made = open_spec(ctx, spec, overrides)
-    lines: list[str] = []
-    if data:
-        from composer_core.data.preflight import preflight  # heavy: reads tokenizer and data
+    from composer_core.data.estimate import cost, memory
 
-        lines = preflight(loaded.spec, registry)
+    registry, loaded, made = open_spec(ctx, spec, overrides)
+    look = _look(loaded.spec, registry) if data else None
+    needed = memory(loaded.spec)
+    price = cost(loaded.spec, registry)
     if as_json:
-        show_json(made.to_json() | ({"data": lines} if data else {}))
+        more = {"data": look[0], "tokenizer": look[1].to_json()} if look is not None else {}
+        show_json({**made.to_json(), "memory": needed.to_json(), "cost": price, **more})
         return
     from rich.console import Console  # 60 ms, and only tables need it
 
-    show(Console(soft_wrap=True), loaded.spec, made, lines)
+    table = _Tables(Console(soft_wrap=True))
+    _show_spec(table, loaded.spec, made)
+    table.show("memory", needed.lines())
+    table.show("cost", price)
+    if look is not None:
+        table.lines("data check", look[0])
+        table.show("tokenizer check", look[1].lines())
+    table.lines("environment variables that it reads", made.required_env)
+    table.show("plugins", {plugin.name: plugin.version for plugin in made.plugins})
+    table.lines("files in the run directory", made.files)
 
 
-def show(console: Console, spec: RunSpec, made: Plan, data: list[str]) -> None:
-    """Print a plan as titled tables of names and values."""
-    table = _Tables(console)
+def _look(spec: RunSpec, registry: Registry) -> tuple[list[str], TokenizerReport]:
+    """What `--data` adds: lines about the data, and what the tokenizer makes of it."""
+    import os
+
+    from composer_core.data.preflight import preflight
+    from composer_core.data.prompts import load_prompts
+    from composer_core.data.tokenizer_check import check_tokenizer
+    from composer_core.spec.environment import fill_spec
+
+    lines = preflight(spec, registry)
+    filled = fill_spec(spec, os.environ)
+    prompts = filled.data.prompts
+    return lines, check_tokenizer(filled, [] if prompts.dataset is not None else load_prompts(prompts))
+
+
+def _show_spec(table: _Tables, spec: RunSpec, made: Plan) -> None:
+    """What will be trained and how, as titled tables of names and values."""
     table.show("run", {"name": spec.name, "seed": spec.seed, "steps": spec.train.steps})
     table.show("model", _given(spec.model.model_dump(mode="json")))
     table.show("data", _given(spec.data.prompts.model_dump(mode="json")))
     table.show("rewards", {reward.use: f"weight {reward.weight}" for reward in spec.data.rewards})
+    data = spec.data
+    beside = {"held-out prompts": data.eval, "traces": data.traces, "pairs": data.pairs, "rollout": spec.rollout}
+    for title, section in {**beside, "replicas": spec.replicas}.items():
+        table.show(title, _given(section.model_dump(mode="json")) if section is not None else {})
+    table.show("teachers", {name: teacher.use for name, teacher in spec.teachers.items()})
     code = "the trainer's own code" if made.objective == "native" else "the core's code"
     table.show("loss", {f"objective {spec.loss.objective.use}": code})
     for channel in made.channels:
@@ -58,10 +89,9 @@ def show(console: Console, spec: RunSpec, made: Plan, data: list[str]) -> None:
         table.show("", {f"channel {channel.name}": f"weight {channel.weight}; uses {needs}: {channel.reason}"})
     table.show(f"derived by backend {spec.backend.use}", made.numbers)
     table.show("upstream configuration", made.upstream)
+    table.show("checkpoints", spec.checkpoint.model_dump(exclude_defaults=True))
+    table.show("limits", spec.limits.model_dump(exclude_defaults=True))
     table.lines("notes", made.notes)
-    table.lines("data check", data)
-    table.show("plugins", {plugin.name: plugin.version for plugin in made.plugins})
-    table.lines("files in the run directory", made.files)
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

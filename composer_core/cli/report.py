@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 
 from composer_core.cli.common import JsonOption, show_json
 from composer_core.cli.run import RunsOption
-
-RunArgument = Annotated[
-    str, typer.Argument(metavar="[RUN]", help="A run's name, the beginning of one, a path, or `latest`.")
-]
+from composer_core.cli.runs import RunArgument
 
 
 def report(run: RunArgument = "latest", runs: RunsOption = None, as_json: JsonOption = False) -> None:

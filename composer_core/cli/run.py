@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,20 +39,36 @@ def run(
     """
     from composer_core.data.preflight import preflight
     from composer_core.run.directory import create_run, runs_root
+    from composer_core.run.sinks import check_sinks
+    from composer_core.spec.environment import fill
 
     registry, loaded, plan = open_spec(ctx, spec, overrides)
+    check_sinks(loaded.spec.sinks)
     lines = preflight(loaded.spec, registry)
     _, contribution = registry.get(loaded.spec.executor.kind, loaded.spec.executor.use)
-    executor: Executor = contribution.load()(loaded.spec.executor.settings)
+    executor: Executor = contribution.load()(fill(loaded.spec.executor.settings, os.environ, key="executor"))
     directory = create_run(runs_root(runs), loaded.spec.name)
     _write_inputs(directory, loaded, plan)
     if not quiet:
         typer.echo("\n".join([*lines, f"run: {_shown(directory.path)}"]), err=True)
-    job = _job(ctx.ensure_object(GlobalOptions), directory, name=loaded.spec.name, quiet=quiet)
-    code = _execute(executor, job, directory)
+    options = ctx.ensure_object(GlobalOptions)
+    code = start_and_wait(options, executor, directory, name=loaded.spec.name, quiet=quiet)
     if not quiet:
-        _say_how_it_ended(directory)
+        say_how_it_ended(directory)
     raise typer.Exit(code)
+
+
+def start_and_wait(
+    options: GlobalOptions,
+    executor: Executor,
+    directory: RunDirectory,
+    *,
+    name: str,
+    quiet: bool,
+    resume: int | None = None,
+) -> int:
+    """Run the directory's plan on the executor, from the checkpoint of step `resume` where given; its exit code."""
+    return _execute(executor, _job(options, directory, name=name, quiet=quiet, resume=resume), directory)
 
 
 def _write_inputs(directory: RunDirectory, loaded: LoadedSpec, plan: Plan) -> None:
@@ -68,7 +85,7 @@ def _write_inputs(directory: RunDirectory, loaded: LoadedSpec, plan: Plan) -> No
     directory.write_json("plan.json", plan.to_json())  # last: with it the directory is a run
 
 
-def _job(options: GlobalOptions, directory: RunDirectory, *, name: str, quiet: bool) -> Job:
+def _job(options: GlobalOptions, directory: RunDirectory, *, name: str, quiet: bool, resume: int | None) -> Job:
     from composer_core.plugins.registry import DISABLE_VARIABLE
     from composer_core.protocols import Job
     from composer_core.run.directory import DEBUG_VARIABLE
@@ -78,8 +95,10 @@ def _job(options: GlobalOptions, directory: RunDirectory, *, name: str, quiet: b
         environment[DEBUG_VARIABLE] = "1"
     if not options.third_party or options.disabled:
         environment[DISABLE_VARIABLE] = ",".join(sorted(options.disabled)) if options.third_party else "*"
-    argv = ("-m", "composer_core.run.worker", str(directory.plan), *(["--quiet"] if quiet else []))
-    return Job(name=name, argv=argv, run_dir=directory.path, env=environment)
+    more = [*(["--quiet"] if quiet else []), *([] if resume is None else ["--resume", str(resume)])]
+    argv = ("-m", "composer_core.run.worker", str(directory.plan), *more)
+    secrets = tuple((directory.read_json("plan.json") or {}).get("required_env", ()))
+    return Job(name=name, argv=argv, run_dir=directory.path, env=environment, secrets=secrets)
 
 
 def _execute(executor: Executor, job: Job, directory: RunDirectory) -> int:
@@ -90,7 +109,8 @@ def _execute(executor: Executor, job: Job, directory: RunDirectory) -> int:
         raise
 
 
-def _say_how_it_ended(directory: RunDirectory) -> None:
+def say_how_it_ended(directory: RunDirectory) -> None:
+    """The last lines of a run on standard output."""
     from composer_core.run.report import summarise
 
     summary = summarise(directory)

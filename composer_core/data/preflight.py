@@ -5,7 +5,8 @@ What only a worker can look at (a dataset or model on the Hub, a third party's r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,30 +19,54 @@ from composer_core.hf.source import check_folder, has_chat_template, local_folde
 from composer_core.plugins.contributions import Kind
 from composer_core.plugins.registry import CORE, Registry
 from composer_core.run.context import NamedReward
+from composer_core.spec.environment import fill_spec
 from composer_core.spec.model import ModelSpec, PromptsSpec, RunSpec
 
 _SHOWN = 40
 
 
 def preflight(spec: RunSpec, registry: Registry) -> list[str]:
-    """What the run will start from, one line per thing.
+    """What the run will start from, one line per thing; `${env:NAME}` filled in for the look, not in what is returned.
 
     The core's own rewards, `python` among them, are called once, on an empty completion and a likely one.
 
     Raises:
         UsageError: something the user gave is wrong, with its place.
-        MissingError: something is not installed.
+        MissingError: something is not installed, or an environment variable is not set.
     """
+    spec = fill_spec(spec, os.environ)
     lines = [_model_line(spec.model, chat=spec.data.prompts.chat)]
     rewards, left = _own_rewards(spec, registry)
-    if spec.data.prompts.dataset is not None:
-        lines.append(f"prompts: dataset {spec.data.prompts.dataset}, read when the run starts")
-        return lines + [_reward_line(reward, "tried when the run starts") for reward in rewards] + left
-    rows = load_prompts(spec.data.prompts, columns_needed=columns_needed(rewards))
-    lines.append(_prompts_line(spec.data.prompts, rows))
+    rows, line = _prompts(spec.data.prompts, columns_needed(rewards))
+    lines.append(f"prompts: {line}")
+    if spec.data.eval is not None:
+        lines.append(f"held-out prompts: {_prompts(spec.data.eval, columns_needed(rewards))[1]}")
+    lines += _recordings(spec)
     for reward in rewards:
-        lines.append(_reward_line(reward, _try(reward, rows[0], steps=spec.train.steps)))
+        tried = _try(reward, rows[0], steps=spec.train.steps) if rows else "tried when the run starts"
+        lines.append(_reward_line(reward, tried))
     return lines + left
+
+
+def _prompts(spec: PromptsSpec, needed: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
+    """The rows, none of a dataset, which a worker reads; and a line about them."""
+    if spec.dataset is not None:
+        return [], f"dataset {spec.dataset}, read when the run starts"
+    rows = load_prompts(spec, columns_needed=needed)
+    return rows, _prompts_line(spec, rows)
+
+
+def _recordings(spec: RunSpec) -> Iterator[str]:
+    for what, section in (("traces", spec.data.traces), ("pairs", spec.data.pairs)):
+        if section is None:
+            continue
+        if Path(section.path).exists():
+            yield f"{what}: {section.path}"
+        elif what == "pairs" and spec.teachers:
+            yield f"pairs: {section.path}, not there yet; composer-run replay writes it"
+        else:
+            fix = "paths are relative to the spec"
+            raise UsageError(f"no such file, which data.{what} names", at=section.path, fix=fix)
 
 
 def _model_line(model: ModelSpec, *, chat: bool) -> str:
@@ -66,7 +91,7 @@ def _prompts_line(spec: PromptsSpec, rows: list[dict[str, Any]]) -> str:
     source = Path(spec.path).name if spec.path is not None else f"built-in {spec.builtin}"
     count = f"{len(rows)} row" if len(rows) == 1 else f"{len(rows)} rows"
     others = ", ".join(name for name in rows[0] if name != "prompt")
-    return f"prompts: {count} from {source}, " + (f"columns {others}" if others else "no other columns")
+    return f"{count} from {source}, " + (f"columns {others}" if others else "no other columns")
 
 
 def _own_rewards(spec: RunSpec, registry: Registry) -> tuple[list[NamedReward], list[str]]:

@@ -13,15 +13,90 @@ from composer_core.plugins.settings import Settings
 # -- objectives --------------------------------------------------------------------------------------------------------
 
 
-class ObjectiveSettings(Settings):
-    """What every objective of the core takes."""
+class Overlong(Settings):
+    """DAPO's soft punishment of answers near the length limit, added to the reward."""
 
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide centred rewards by the group's standard deviation, the batch's, or leave them."""
+    limit: int = Field(ge=1)
+    """Tokens at which the reward is lowered by all of `weight`; usually train.max_completion_tokens."""
+    cache: int = Field(ge=1)
+    """Over how many tokens before the limit the punishment grows from 0."""
+    weight: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _cache_within_limit(self) -> Self:
+        if self.cache > self.limit:
+            raise ValueError(f"cache ({self.cache}) must not exceed limit ({self.limit})")
+        return self
+
+
+class LengthPenalty(Settings):
+    """Composer's penalty on tokens used, subtracted from the reward: steep at first, flat for long answers.
+
+    The report publishes the form and not its numbers: these are ours.
+    """
+
+    weight: float = Field(0.05, gt=0)
+    """What the first `per` tokens cost, about, in units of the reward."""
+    k: float = Field(1.0, gt=0)
+    """How soon the cost flattens."""
+    q: float = Field(0.5, ge=0)
+    """How much it flattens: 0 is linear, 1 logarithmic, beyond 1 it is bounded."""
+    per: int = Field(1000, ge=1)
+    """Tokens that count as 1."""
+
+
+class RolloutCorrection(Settings):
+    """Weights for the difference between the inference engine's log-probs and the trainer's."""
+
+    level: Literal["token", "sequence"] = "token"
+    """The ratio of each token, or the product over its sequence."""
+    rule: Literal["truncate", "mask"] = "truncate"
+    """`truncate` caps the ratio at `high` (TIS); `mask` drops what lies outside low..high (IcePop)."""
+    high: float = Field(2.0, gt=0)
+    low: float = Field(0.0, ge=0)
+    """For `mask` only."""
+
+    @model_validator(mode="after")
+    def _low_where_used(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low ({self.low}) must be below high ({self.high})")
+        if self.low and self.rule == "truncate":
+            raise ValueError("low goes with rule: mask; truncate only caps from above")
+        return self
+
+
+class ObjectiveSettings(Settings):
+    """What every policy objective of the core takes."""
+
+    scale_rewards: Literal["group", "batch", "none", "mean"] = "group"
+    """Divide centred rewards by the group's standard deviation, the batch's, leave them, or by the group's mean."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL to the starting model (k3 estimator) in the loss; 0 loads no reference model."""
+    """Weight of the KL to the starting model; 0 loads no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3-straight-through"] = "k3"
+    """`k1` stands in the reward, where it belongs (in a loss its gradient is noise); the others stand in the loss."""
+    kl_corrected: bool = True
+    """Multiply a KL in the loss by the importance ratio, which makes it unbiased off policy."""
     drop_truncated: bool = False
     """Leave completions that hit the length limit out of the loss."""
+    overlong: Overlong | None = None
+    length_penalty: LengthPenalty | None = None
+    rollout_correction: RolloutCorrection | None = None
+    off_policy_threshold: float | None = Field(None, gt=0)
+    """Leave out sequences with a negative advantage whose log-probs fell by more than this per token since sampling."""
+
+    @model_validator(mode="after")
+    def _rewards_make_sense(self) -> Self:
+        if self.overlong is not None and self.drop_truncated:
+            raise ValueError("overlong punishes what drop_truncated leaves out: set drop_truncated: false")
+        penalised = {
+            "a KL in the reward (k1)": self.kl_coef > 0 and self.kl_estimator == "k1",
+            "overlong": self.overlong is not None,
+            "length_penalty": self.length_penalty is not None,
+        }
+        if self.scale_rewards == "mean" and any(penalised.values()):
+            what = " and ".join(name for name, asked in penalised.items() if asked)
+            raise ValueError(f"scale_rewards: mean needs rewards >= 0, and {what} can make them negative")
+        return self
 
 
 class ClipSettings(ObjectiveSettings):
@@ -33,6 +108,8 @@ class ClipSettings(ObjectiveSettings):
     """How far it may rise above 1; default: epsilon."""
     delta: float | None = Field(None, gt=1)
     """Two-sided clipping: the ratio is capped here for negative advantages too (INTELLECT-2 uses about 4)."""
+    dual_clip: float | None = Field(None, gt=1)
+    """The loss of a token with a negative advantage is capped at this many times the advantage (verl uses 3)."""
 
 
 class CispoSettings(ObjectiveSettings):
@@ -58,18 +135,55 @@ class VespoSettings(ObjectiveSettings):
     lambda_negative: float = Field(2.0, gt=0)
 
 
+class GmpoSettings(ObjectiveSettings):
+    """A geometric mean of token ratios, each clipped to [e^-epsilon, e^epsilon_high]."""
+
+    epsilon: float = Field(0.4, gt=0)
+    """How far the LOGARITHM of a ratio may fall below 0."""
+    epsilon_high: float = Field(0.4, gt=0)
+    """How far it may rise above 0."""
+
+
+class DppoSettings(ObjectiveSettings):
+    """A trust region on the sampled token's probability instead of its ratio."""
+
+    measure: Literal["tv", "kl"] = "tv"
+    """`tv`: how far the probability moved; `kl`: the KL between "this token or another" before and after."""
+    epsilon: float = Field(0.2, gt=0)
+    """How far a token with a negative advantage may fall, in probability (tv) or nats (kl)."""
+    epsilon_high: float = Field(0.2, gt=0)
+    """How far one with a positive advantage may rise."""
+    cap: float = Field(20.0, ge=1)
+    """Cap of the detached ratio."""
+
+
+class LmCeSettings(Settings):
+    """Plain next-token cross-entropy on the policy's tokens: no rewards, no ratio."""
+
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of the target that is spread over the whole vocabulary; above 0 it needs the logits."""
+
+
 _BASES: dict[str, type[ObjectiveSettings]] = {
     "ppo": ClipSettings,
     "cispo": CispoSettings,
     "sapo": SapoSettings,
     "vespo": VespoSettings,
+    "gmpo": GmpoSettings,
+    "dppo": DppoSettings,
 }
 
 
 def objective_settings(preset: Preset) -> type[ObjectiveSettings]:
     """The settings model of a preset's clip rule, with the preset's own defaults."""
     base = _BASES[preset.clip]
-    own: dict[str, object] = {"scale_rewards": preset.scale, "drop_truncated": preset.drops_truncated}
+    own: dict[str, object] = {
+        "scale_rewards": preset.scale,
+        "drop_truncated": preset.drops_truncated,
+        "kl_coef": preset.kl_coef,
+        "kl_estimator": preset.kl_estimator,
+        "length_penalty": LengthPenalty() if preset.penalises_length else None,
+    }
     if preset.clip == "ppo":
         own |= {"epsilon": preset.epsilon, "epsilon_high": preset.epsilon_high}
     fields: dict[str, Any] = {}

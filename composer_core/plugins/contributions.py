@@ -109,6 +109,10 @@ def _derives_nothing(spec: RunSpec) -> Derived:
     return Derived()
 
 
+def _no_price(settings: Any) -> float | None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossChannelPlugin(Contribution[LossChannel]):
     """A loss channel beside the policy loss; loads to a `protocols.LossChannel`."""
@@ -153,6 +157,9 @@ class BackendPlugin(Contribution[Backend]):
     """Objectives that the trainer computes itself, by name."""
     aggregations: frozenset[Aggregation] = frozenset()
     """Aggregations it can serve when it runs the core's own objective code; empty: native objectives only."""
+    honours: frozenset[str] = frozenset()
+    """Sections of the spec that not every trainer has and this one does, as dotted keys of `spec.model.OPTIONAL`:
+    `rollout`, `data.eval`, `limits.kl`, ... A spec that uses another of them is refused when it is planned."""
     derive: Callable[[RunSpec], Derived] = _derives_nothing
     """From the spec to the trainer's own numbers, without importing it. Raises SpecError for what it cannot honour."""
 
@@ -164,6 +171,8 @@ class ExecutorPlugin(Contribution[Executor]):
     kind: ClassVar[Kind] = Kind.EXECUTOR
     hook: ClassVar[str] = "composer_executors"
     features: frozenset[Feature] = frozenset()
+    usd_per_hour: Callable[[Any], float | None] = _no_price
+    """From the settings to the price of one replica, where it is known; `limits.usd` needs one."""
 
 
 @dataclass(frozen=True, kw_only=True)

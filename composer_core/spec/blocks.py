@@ -7,7 +7,6 @@ spec does not report it again.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +19,10 @@ from composer_core.plugins.builtin_settings import PythonRewardSettings
 from composer_core.plugins.contributions import Contribution, Kind
 from composer_core.plugins.registry import Owner, Registry
 from composer_core.plugins.settings import NoSettings, Settings
+from composer_core.spec.environment import has_placeholder
 from composer_core.spec.errors import Section, known_keys, problem_at, problems_of, show
-from composer_core.spec.model import PLUG_POINTS, WEIGHTED, Plugged, RunSpec
+from composer_core.spec.model import PLUG_POINTS, WEIGHTED, Plugged, RunSpec, Shape
+from composer_core.spec.paths import Folders, absolute_function
 from composer_core.spec.yaml import Place, dotted
 
 
@@ -51,8 +52,7 @@ class Blocks:
     data: dict[str, Any]
     places: Mapping[str, Place]
     registry: Registry
-    folder: Path
-    """What relative paths are relative to."""
+    folders: Folders
     problems: list[Problem] = field(default_factory=list)
 
     def resolve(self) -> dict[str, tuple[str, ...]]:
@@ -73,20 +73,22 @@ class Blocks:
 
     def _find(self) -> list[_Block]:
         found = []
-        for path, (kind, is_list, default) in PLUG_POINTS.items():
+        for path, point in PLUG_POINTS.items():
             container: Any = self.data
             for part in path[:-1]:
                 container = container.get(part) if isinstance(container, dict) else None
             if not isinstance(container, dict):
                 continue
             name, key = path[-1], ".".join(path)
-            if default is not None:
-                container.setdefault(name, {"use": default})
+            if point.default is not None:
+                container.setdefault(name, {"use": point.default})
             value = container.get(name)
-            if not is_list and name in container:
-                found.append(_Block(key, kind, container, name))
-            elif is_list and isinstance(value, list):
-                found += [_Block(dotted(key, index), kind, value, index) for index in range(len(value))]
+            if point.shape is Shape.ONE and name in container:
+                found.append(_Block(key, point.kind, container, name))
+            elif point.shape is Shape.LIST and isinstance(value, list):
+                found += [_Block(dotted(key, index), point.kind, value, index) for index in range(len(value))]
+            elif point.shape is Shape.MAP and isinstance(value, dict):
+                found += [_Block(dotted(key, given), point.kind, value, given) for given in value]
         return found
 
     def _look_up(self, block: _Block) -> None:
@@ -101,6 +103,8 @@ class Blocks:
             self._problem(block.key, f"this block does not say which {block.kind} to use", f"add use: one of {names}")
         elif not isinstance(raw["use"], str):
             self._problem(use_key, f"must be the name of a {block.kind}, got {show(raw['use'])}", f"one of {names}")
+        elif has_placeholder(raw["use"]):
+            self._problem(use_key, "what code runs cannot come from the environment", f"one of {names}")
         else:
             try:
                 block.owner, block.contribution = self.registry.get(block.kind, raw["use"])
@@ -116,7 +120,7 @@ class Blocks:
         if block.kind in WEIGHTED and "weight" in options:
             weight = {"weight": options.pop("weight")}
         if contribution.settings is PythonRewardSettings:
-            options |= _absolute_function(options, self.folder)
+            options |= _absolute_function(options, self.folders.of(dotted(block.key, "function")))
         problems = problems_of(Section(_Weight, block.key), weight, places=self.places, known=known)
         settings: Settings = NoSettings()
         try:
@@ -151,12 +155,4 @@ def _section(block: _Block, contribution: Contribution[Any]) -> Section:
 
 def _absolute_function(options: Mapping[str, Any], folder: Path) -> dict[str, str]:
     function = options.get("function")
-    if not isinstance(function, str) or ".py:" not in function:
-        return {}
-    file, _, name = function.rpartition(":")
-    return {"function": f"{absolute(file, folder)}:{name}"}
-
-
-def absolute(path: str, folder: Path) -> Path:
-    """A path of a spec as an absolute one: `~` expanded, relative to the spec's folder."""
-    return Path(os.path.abspath(os.path.join(folder, os.path.expanduser(path))))
+    return {"function": absolute_function(function, folder)} if isinstance(function, str) else {}

@@ -17,6 +17,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from composer_core.errors import Problem
+from composer_core.spec.environment import has_placeholder
 from composer_core.spec.yaml import Place, dotted
 
 _EXPECTED = {
@@ -199,6 +200,8 @@ def _words(fault: _Fault, section: Section, key: str, known: Mapping[str, tuple[
 
 def _fix_value(error: Mapping[str, Any], fault: _Fault, section: Section) -> str:
     value, kind = error["input"], error["type"]
+    if has_placeholder(value) and kind != "string_pattern_mismatch":
+        return "${env:NAME} gives text; for another value, use an override on the command line"
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and _is_number(value):
         return f"write it without quotes: {value}"
     if kind == "string_type" and isinstance(value, int | float):
@@ -207,7 +210,8 @@ def _fix_value(error: Mapping[str, Any], fault: _Fault, section: Section) -> str
         near = difflib.get_close_matches(value, re.findall(r"'([^']*)'", error["ctx"]["expected"]), 1)
         return f"did you mean {near[0]!r}?" if near else ""
     if kind == "string_pattern_mismatch":
-        return _describe(_model_at(section.model, fault.parts[:-1]), str(fault.parts[-1]))
+        named = max(index for index, part in enumerate(fault.parts) if isinstance(part, str))  # not an item of a list
+        return _describe(_model_at(section.model, fault.parts[:named]), str(fault.parts[named]))
     return ""
 
 

@@ -1,18 +1,22 @@
 """The run spec as typed objects. `load.py` reads files into these; `plan.py` turns them into a plan.
 
-Fixed sections are pydantic models. A block with `use:` names a contribution; its other keys are that contribution's
-settings, checked against its own model and kept in a `Plugged`. Every key says in its docstring what moving it does.
+Fixed sections are pydantic models, here and in `sections.py`. A block with `use:` names a contribution; its other keys
+are that contribution's settings, checked against its own model and kept in a `Plugged`. Every key says in its docstring
+what moving it does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from composer_core.plugins.contributions import Kind
 from composer_core.plugins.settings import Settings
+from composer_core.spec.sections import PairsSpec, ReplaySpec, ReplicasSpec, RolloutSpec, TracesSpec
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class LoraSpec(Settings):
     alpha: int | None = Field(None, ge=1)
     """Scale of the adapters; default twice the rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
+    """Of the adapters' input while training."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the modules to adapt; `lm_head` cannot be one, the fused log-prob head needs it plain."""
     merge: bool = False
@@ -130,6 +135,13 @@ class DataSpec(Settings):
     """`{use: name, weight: 1.0, ...}`; their weighted sum is the reward."""
     eval: EvalSpec | None = None
     """Evaluate on held-out prompts while training; metrics under `eval/`."""
+    traces: TracesSpec | None = None
+    """Recorded sessions that channels learn from."""
+    pairs: PairsSpec | None = None
+    """Preference pairs that channels learn from."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest sequence, prompt included, that is taken from prompts, traces and pairs; longer ones are left out and
+    counted."""
 
 
 class LossSpec(Settings):
@@ -138,7 +150,9 @@ class LossSpec(Settings):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     objective: Plugged
+    """The policy loss."""
     channels: list[Plugged] = []
+    """`{use: name, weight: 0.1, ...}`; each adds weight x its own loss. At weight 0 it is not computed."""
 
 
 class TrainSpec(Settings):
@@ -156,16 +170,24 @@ class TrainSpec(Settings):
     iterations: int = Field(1, ge=1)
     """Optimiser passes over the same rollouts; from 2 on the importance ratio leaves 1 and clipping engages."""
     max_completion_tokens: int = Field(256, ge=1)
+    """Where a completion is cut off; one that was cut has not ended by itself."""
     temperature: float = Field(1.0, gt=0)
     """Of sampling; log-probs in the loss are taken at the same temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that together have this probability; below 1 the loss sees more than was sampled
+    from."""
     top_k: int = Field(0, ge=0)
     """0: all tokens."""
     learning_rate: float = Field(1e-6, gt=0)
+    """At its highest. 1e-6 is usual for full fine-tuning, 1e-5 to 1e-4 for adapters."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes after warm-up: stays, or falls to 0 at the last step."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps in which the learning rate rises from 0."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """A longer gradient is scaled down to this norm."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a fifth slower."""
     log_every: int = Field(1, ge=1)
@@ -198,6 +220,10 @@ class LimitsSpec(Settings):
 
     hours: float | None = Field(None, gt=0)
     """Wall-clock time from the start of the worker, earlier parts of a resumed run included."""
+    usd: float | None = Field(None, gt=0)
+    """Money for the executor's machines; needs an executor whose price is known."""
+    teacher_usd: float | None = Field(None, gt=0)
+    """Money for teachers; `composer-run replay` refuses to start above it."""
     kl: float | None = Field(None, gt=0)
     """Highest mean KL per token to the starting model; needs an objective with kl_coef > 0."""
     reward_drop: float | None = Field(None, gt=0, le=1)
@@ -208,48 +234,128 @@ class LimitsSpec(Settings):
     """Log a dead channel instead of stopping."""
 
 
+def _is_one(version: int) -> int:
+    # not Literal[1], which takes true as well
+    if version != 1:
+        raise ValueError("must be 1")
+    return version
+
+
 class RunSpec(Settings):
     """A whole run."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    version: Literal[1]
+    version: Annotated[int, AfterValidator(_is_one), Field(json_schema_extra={"const": 1})]
+    """Of this format; always 1."""
+    extends: str | None = None
+    """Another spec (relative to this file) that this one changes: sections merge, a block with another `use` and a
+    list replace what the other file has, and its own relative paths stay relative to it."""
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """Names the run directory: letters, digits, dot, underscore, hyphen."""
     seed: int = Field(0, ge=0, lt=2**32)
+    """Of everything random: weights of new layers and adapters, order of prompts, sampling."""
     plugins: list[str] = []
     """Local plugin files, relative to the spec."""
     model: ModelSpec
     data: DataSpec
+    rollout: RolloutSpec | None = None
     loss: LossSpec
     train: TrainSpec
+    teachers: dict[str, Plugged] = {}
+    """Models that answer in the agent's place, by a name of your choice: `strong: {use: openai, ...}`."""
+    replay: ReplaySpec = ReplaySpec()
     backend: Plugged
+    """The trainer."""
     executor: Plugged
+    """Where the worker runs."""
+    replicas: ReplicasSpec | None = None
     checkpoint: CheckpointSpec = CheckpointSpec()
     limits: LimitsSpec = LimitsSpec()
     sinks: list[Literal["tensorboard", "trackio", "wandb"]] = []
     """Where metrics go besides metrics.jsonl; each needs its package."""
 
 
-PLUG_POINTS: dict[tuple[str, ...], tuple[Kind, bool, str | None]] = {
-    # where a `use:` block (or, with True, a list of them) stands -> kind, list?, default name
-    ("data", "rewards"): (Kind.REWARD, True, None),
-    ("loss", "objective"): (Kind.OBJECTIVE, False, None),
-    ("loss", "channels"): (Kind.CHANNEL, True, None),
-    ("backend",): (Kind.BACKEND, False, None),
-    ("executor",): (Kind.EXECUTOR, False, "inline"),
+class Shape(StrEnum):
+    """How many `use:` blocks a place takes."""
+
+    ONE = "one"
+    LIST = "list"
+    MAP = "map"
+    """Each under a name of the user's."""
+
+
+@dataclass(frozen=True)
+class PlugPoint:
+    """A place for `use:` blocks."""
+
+    kind: Kind
+    shape: Shape
+    default: str | None = None
+    """What a spec without the block uses."""
+
+    def map(self, function: Callable[[Any], Any], found: Any) -> Any:
+        """What stands here, with `function` of each block in the block's place."""
+        if self.shape is Shape.ONE:
+            return function(found)
+        if self.shape is Shape.LIST:
+            return [function(block) for block in found]
+        return {name: function(block) for name, block in found.items()}
+
+
+PLUG_POINTS: dict[tuple[str, ...], PlugPoint] = {
+    ("data", "rewards"): PlugPoint(Kind.REWARD, Shape.LIST),
+    ("loss", "objective"): PlugPoint(Kind.OBJECTIVE, Shape.ONE),
+    ("loss", "channels"): PlugPoint(Kind.CHANNEL, Shape.LIST),
+    ("teachers",): PlugPoint(Kind.TEACHER, Shape.MAP),
+    ("backend",): PlugPoint(Kind.BACKEND, Shape.ONE),
+    ("executor",): PlugPoint(Kind.EXECUTOR, Shape.ONE, "inline"),
 }
 
 WEIGHTED = frozenset({Kind.CHANNEL, Kind.REWARD})
 """Kinds whose block takes `weight` beside its settings."""
 
-PATH_KEYS: tuple[tuple[str, ...], ...] = (
-    ("model", "path"),
-    ("data", "prompts", "path"),
-    ("data", "prompts", "dataset"),
+OPTIONAL = (
+    "rollout",
+    "data.eval",
+    "data.traces",
+    "data.pairs",
+    "data.max_tokens",
+    "replicas",
+    "limits.kl",
 )
-"""Keys that may hold a path relative to the spec's folder; made absolute at load when that file or folder exists,
-or, for `data.prompts.path`, always."""
+"""Keys that not every backend carries out: a spec with one that its backend does not list in `honours` is refused."""
+
+REPLAY_ONLY = ("teachers", "replay")
+"""Sections that only `composer-run replay` reads; a worker neither needs nor gets their secrets."""
+
+
+class PathKind(StrEnum):
+    """When a text becomes an absolute path at load."""
+
+    ALWAYS = "always"
+    IF_THERE = "if there"
+    """Where that file or folder exists: else it may be an id on a hub."""
+    FUNCTION = "function"
+    """`./file.py:name`: its file."""
+    STORE = "store"
+    """Unless it is a URL."""
+
+
+PATH_KEYS: Mapping[tuple[str, ...], PathKind] = {
+    ("model", "path"): PathKind.IF_THERE,
+    ("data", "prompts", "path"): PathKind.ALWAYS,
+    ("data", "prompts", "dataset"): PathKind.IF_THERE,
+    ("data", "eval", "path"): PathKind.ALWAYS,
+    ("data", "eval", "dataset"): PathKind.IF_THERE,
+    ("data", "traces", "path"): PathKind.ALWAYS,
+    ("data", "pairs", "path"): PathKind.ALWAYS,
+    ("rollout", "environment", "factory"): PathKind.FUNCTION,
+    ("rollout", "tools"): PathKind.FUNCTION,
+    ("replay", "normalise", "data_juicer", "recipe"): PathKind.ALWAYS,
+    ("replicas", "store"): PathKind.STORE,
+}
+"""Keys that hold a path, or a list of them, relative to the file that they were written in."""
 
 
 def dump(plugged: Plugged) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from composer_core.errors import Problem, SpecError
 from composer_core.spec.errors import show
-from composer_core.spec.model import PLUG_POINTS
+from composer_core.spec.model import PLUG_POINTS, Shape
 from composer_core.spec.yaml import Document, Place, dotted, parse
 
 _PART = re.compile(r"[^.\[\]]+|\[\d+\]")
@@ -38,6 +38,9 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> tuple[Docum
         if not equals or not _KEY.fullmatch(key):
             fix = "write key=value, e.g. train.steps=5"
             problems.append(Problem("", "this is not an override", fix, source))
+            continue
+        if key == "extends":
+            problems.append(Problem(key, "the spec that another one extends is read before overrides", "", source))
             continue
         try:
             value = parse(text, source).data
@@ -92,7 +95,7 @@ def _slot(node: Any, part: str, key: str) -> str | int:
 
 def _is_list(key: str) -> bool:
     point = PLUG_POINTS.get(tuple(key.split(".")))
-    return point is not None and point[1]
+    return point is not None and point.shape is Shape.LIST
 
 
 def _mark(places: dict[str, Place], key: str, value: Any, place: Place) -> None:

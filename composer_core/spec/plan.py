@@ -13,7 +13,8 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from composer_core.errors import MissingError, SpecError, UsageError
 from composer_core.plugins.contributions import Kind
 from composer_core.plugins.registry import CORE, Owner, Registry
 from composer_core.spec.capability import Capability, PlannedChannel
+from composer_core.spec.environment import fill, fill_spec, required_env
 from composer_core.spec.errors import Section, problems_of
+from composer_core.spec.honours import Sections
 from composer_core.spec.load import LoadedSpec
-from composer_core.spec.model import PLUG_POINTS, Plugged, RunSpec
+from composer_core.spec.model import PLUG_POINTS, REPLAY_ONLY, Plugged, RunSpec
 from composer_core.spec.resolved import as_json
 from composer_core.spec.yaml import Place
 
@@ -62,6 +65,8 @@ class Plan:
     files: tuple[str, ...] = ()
     """What the run will write, relative to its directory."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    required_env: tuple[str, ...] = ()
+    """Names of the environment variables that the worker needs; the plan holds their placeholders."""
 
     def to_json(self) -> dict[str, Any]:
         """The content of plan.json."""
@@ -99,26 +104,32 @@ def make_plan(loaded: LoadedSpec, registry: Registry) -> Plan:
     channels = able.channels()
     objective = able.objective()
     derived = able.derived()
-    if able.problems:
-        raise SpecError(able.problems)
+    sections = Sections(loaded.spec, registry, loaded.places, able.backend, channels)
+    sections.check()
+    if able.problems or sections.problems:
+        raise SpecError([*able.problems, *sections.problems])
     plugins = tuple(_plugins(loaded.spec, registry))
+    spec = as_json(loaded.spec)
+    read_by_worker = {name: value for name, value in spec.items() if name not in REPLAY_ONLY}
     return Plan(
-        spec=as_json(loaded.spec),
+        spec=spec,
         spec_path=os.path.abspath(os.path.expanduser(loaded.path)),
         plugins=plugins,
         channels=tuple(channels),
         objective=objective,
         numbers=derived.numbers,
         upstream=derived.upstream,
-        notes=derived.notes,
+        notes=(*derived.notes, *sections.notes()),
         files=_files(loaded.spec),
         versions={CORE: version(CORE), **{plugin.name: plugin.version for plugin in plugins}},
+        required_env=required_env([read_by_worker, derived.upstream]),
     )
 
 
 def blocks_of(spec: RunSpec) -> Iterator[Plugged]:
     """All `use:` blocks of a spec."""
     yield from (spec.backend, spec.executor, spec.loss.objective, *spec.loss.channels, *spec.data.rewards)
+    yield from spec.teachers.values()
 
 
 def _plugins(spec: RunSpec, registry: Registry) -> Iterator[PlannedPlugin]:
@@ -143,7 +154,9 @@ def _files(spec: RunSpec) -> tuple[str, ...]:
 
 
 def restore(plan_json: Any, registry: Registry) -> tuple[RunSpec, Plan]:
-    """Rebuild the spec of a plan. The plan's local plugin files are added to the registry.
+    """Rebuild the spec of a plan, its `${env:NAME}` filled in from this process's environment.
+
+    What it returns may hold secrets: never write it anywhere. The plan's local plugin files are added to the registry.
 
     Args:
         plan_json: what plan.json holds.
@@ -151,7 +164,8 @@ def restore(plan_json: Any, registry: Registry) -> tuple[RunSpec, Plan]:
 
     Raises:
         UsageError: not a plan of this format; a local plugin file is gone or has changed; values that do not fit.
-        MissingError: a plugin is not installed here, or in another version than the plan was made with.
+        MissingError: a plugin is not installed here, or in another version than the plan was made with; an
+            environment variable is not set.
     """
     plan = Plan.from_json(plan_json)
     owners = {str(owner): owner for owner in (_same_plugin(planned, registry) for planned in plan.plugins)}
@@ -160,7 +174,8 @@ def restore(plan_json: Any, registry: Registry) -> tuple[RunSpec, Plan]:
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"the plan's spec is damaged: {type(error).__name__} {error}") from error
     _check(RunSpec, data)
-    return RunSpec.model_validate(data), plan
+    spec = fill_spec(RunSpec.model_validate(data), os.environ)
+    return spec, replace(plan, upstream=fill(plan.upstream, os.environ, key="upstream"))
 
 
 def _same_plugin(planned: PlannedPlugin, registry: Registry) -> Owner:
@@ -197,20 +212,16 @@ def _same_file(planned: PlannedPlugin, registry: Registry) -> Owner:
 
 def _with_blocks(spec: Mapping[str, Any], registry: Registry, owners: Mapping[str, Owner]) -> dict[str, Any]:
     data: dict[str, Any] = copy.deepcopy(dict(spec))
-    for path, (kind, is_list, _) in PLUG_POINTS.items():
+    for path, point in PLUG_POINTS.items():
         container: Any = data
         for part in path[:-1]:
             container = container[part]
-        blocks = container[path[-1]]
-        container[path[-1]] = (
-            [_plugged(block, kind, registry, owners) for block in blocks]
-            if is_list
-            else _plugged(blocks, kind, registry, owners)
-        )
+        build = partial(_plugged, kind=point.kind, registry=registry, owners=owners)
+        container[path[-1]] = point.map(build, container[path[-1]])
     return data
 
 
-def _plugged(block: Mapping[str, Any], kind: Kind, registry: Registry, owners: Mapping[str, Owner]) -> Plugged:
+def _plugged(block: Mapping[str, Any], *, kind: Kind, registry: Registry, owners: Mapping[str, Owner]) -> Plugged:
     owner, use = owners[block["owner"]], block["use"]
     claims = [claimant for claimant, other in registry if (other.kind, other.name) == (kind, use)]
     if "/" not in use and claims != [owner]:  # the worker may have one more plugin that claims this name

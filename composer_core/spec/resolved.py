@@ -18,19 +18,18 @@ def as_json(spec: RunSpec, *, block: Callable[[Plugged], dict[str, Any]] = dump)
             inner = inner.setdefault(part, {})
         inner[path[-1]] = True
     plain = spec.model_dump(mode="json", exclude=left_out)
-    for path in PLUG_POINTS:
+    for path, point in PLUG_POINTS.items():
         container: Any = plain
         found: Any = spec
         for part in path[:-1]:
             container, found = container[part], getattr(found, part)
-        found = getattr(found, path[-1])
-        container[path[-1]] = [block(one) for one in found] if isinstance(found, list) else block(found)
+        container[path[-1]] = point.map(block, getattr(found, path[-1]))
     return plain
 
 
 def values(spec: RunSpec) -> dict[str, Any]:
     """Every value by its dotted key, blocks as a spec writes them: `loss.channels[0].beta`."""
-    return dict(_leaves(as_json(spec, block=_as_written), ""))
+    return dict(leaves(as_json(spec, block=_as_written)))
 
 
 def _as_written(block: Plugged) -> dict[str, Any]:
@@ -38,7 +37,8 @@ def _as_written(block: Plugged) -> dict[str, Any]:
     return {"use": block.use, **weight, **block.settings.model_dump(mode="json")}
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in plain data that has nothing below it."""
     children: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         children = list(value.items())
@@ -47,4 +47,4 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     if not children:
         yield key, value
     for part, child in children:
-        yield from _leaves(child, dotted(key, part))
+        yield from leaves(child, dotted(key, part))

@@ -136,6 +136,75 @@ def test_plan_json_is_the_plan(composer):
     assert (plan["format"], plan["objective"], plan["spec"]["train"]["steps"]) == (1, "core", 7)
 
 
+def test_plan_says_what_it_takes_of_memory_and_money(composer):
+    code, out, err = composer("plan spec.yaml train.micro_batch=2 train.max_completion_tokens=10")
+    assert (code, err) == (0, "")
+    said = [" ".join(line.split()) for line in out.splitlines()]
+    start = said.index("memory")
+    assert said[start : said.index("plugins")] == [
+        "memory",
+        "parameters 80,704, of which 80,704 learn",
+        "weights 323 kB",
+        "gradients 323 kB",
+        "optimiser (AdamW) 646 kB",
+        "logits of a micro-batch 16 kB",  # 2 x 2 x 10 x 103 x 4 bytes
+        "at least 1.3 MB per process, plus activations",
+        "cost",
+        "unknown executor 'inline' has no known price",
+    ]
+    plan = json.loads(composer("plan spec.yaml --json")[1])
+    assert (plan["memory"]["parameters"], plan["cost"]) == (80704, {"unknown": "executor 'inline' has no known price"})
+
+
+def test_plan_shows_every_section_that_the_spec_has(composer):
+    code, out, err = composer(
+        "plan spec.yaml data.eval.builtin=digits data.eval.every=7 limits.hours=2 checkpoint.every=3"
+    )
+    assert (code, err) == (0, "")
+    said = [" ".join(line.split()) for line in out.splitlines()]
+    for title, line in (("held-out prompts", "every 7"), ("limits", "hours 2.0"), ("checkpoints", "every 3")):
+        assert line in said[said.index(title) :]
+    assert "traces" not in said
+
+
+def test_plan_names_the_environment_variables_and_needs_none_of_them(composer, monkeypatch):
+    monkeypatch.delenv("MODEL", raising=False)
+    line = "plan spec.yaml model.builtin=null model.path=${env:MODEL}/small"
+    code, out, err = composer(line)
+    assert (code, err) == (0, "")
+    said = [" ".join(line.split()) for line in out.splitlines()]
+    assert said[said.index("memory") + 1] == "unknown model.path comes from the environment"
+    assert said[said.index("environment variables that it reads") + 1] == "MODEL"
+    plan = json.loads(composer(f"{line} --json")[1])
+    assert (plan["required_env"], plan["spec"]["model"]["path"]) == (["MODEL"], "${env:MODEL}/small")
+    assert composer(f"{line} --data") == (
+        3,
+        "",
+        "model.path: the environment variable MODEL is not set\n  fix: export MODEL=...\n",
+    )
+
+
+@pytest.mark.slow
+def test_plan_data_looks_at_prompts_rewards_and_tokenizer_and_changes_nothing(composer, tmp_path):
+    code, out, err = composer("plan spec.yaml --data")
+    assert (code, err) == (0, "")
+    said = [" ".join(line.split()) for line in out.splitlines()]
+    assert "prompts: 64 rows from built-in digits, columns target" in said
+    assert "prompt tokens min 5, median 5, max 5 (64 prompts)" in said
+    plan = json.loads(composer("plan spec.yaml --data --json")[1])
+    assert plan["data"][0] == "model: built-in tiny"
+    assert plan["tokenizer"]["ends"] == ["<|end|> (1)"]
+    assert plan["tokenizer"]["lengths"] == {"min": 5, "median": 5, "max": 5, "measured": 64, "of": 64}
+    assert [path.name for path in tmp_path.iterdir()] == ["spec.yaml"]
+
+
+def test_a_mistake_in_a_base_is_shown_at_its_own_file(composer, tmp_path):
+    (tmp_path / "mine.yaml").write_text("extends: spec.yaml\nname: mine\n")
+    assert composer("check mine.yaml")[:2] == (0, "mine.yaml: ok (backend toy, objective grpo, channels -)\n")
+    (tmp_path / "spec.yaml").write_text(SPEC.replace("steps: 5", "steps: five"))
+    assert composer("check mine.yaml") == (2, "", "spec.yaml:9:9: train.steps: must be a whole number, got 'five'\n")
+
+
 def test_plan_refuses_a_wrong_spec_like_check(composer):
     assert composer("plan --json spec.yaml seed=-1") == (
         2,
@@ -162,8 +231,8 @@ def test_plugins_list_shows_contributions_with_owner_and_summary(composer):
     code, out, err = composer("--no-plugins plugins list")
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == "backends"
-    line = "  regex        How much of the completion matches a pattern [composer-core 0.1.0]"
-    assert line in out.splitlines()
+    line = "regex How much of the completion matches a pattern [composer-core 0.1.0]"
+    assert line in [" ".join(line.split()) for line in out.splitlines()]
     assert "composer-trl 0.1.0 (disabled): by --no-plugins, --disable-plugin or COMPOSER_DISABLE_PLUGINS" in out
 
 
@@ -293,7 +362,9 @@ print("heavy:", *[name for name in {heavy!r} if name in sys.modules])
 """
 
 
-@pytest.mark.parametrize("line", ["--help", "check spec.yaml", "plan spec.yaml", "plugins list", "check --help"])
+@pytest.mark.parametrize(
+    "line", ["--help", "check spec.yaml", "plan spec.yaml", "schema", "plugins list", "check --help"]
+)
 def test_it_imports_nothing_heavy(tmp_path, line):
     (tmp_path / "spec.yaml").write_text(SPEC)
     done = subprocess.run(

@@ -3,18 +3,27 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from composer_core.data.preflight import preflight
-from composer_core.errors import UsageError
+from composer_core.errors import MissingError, UsageError
 from composer_core.plugins.builtin_settings import ExactMatchSettings, PythonRewardSettings, RegexSettings
 from composer_core.plugins.contributions import Kind, RewardPlugin
 from composer_core.plugins.hookspecs import hookimpl
 from composer_core.plugins.registry import Owner, Registry
 from composer_core.plugins.settings import NoSettings
-from composer_core.spec.model import ModelSpec, Plugged, PromptsSpec
+from composer_core.spec.model import (
+    DataSpec,
+    EvalSpec,
+    LossSpec,
+    ModelSpec,
+    Plugged,
+    PromptsSpec,
+    RunSpec,
+    TrainSpec,
+)
+from composer_core.spec.sections import PairsSpec, TracesSpec
 
 REGISTRY = Registry.discover(third_party=False)
 
@@ -23,12 +32,21 @@ def plugged(use, settings, weight=1.0):
     return Plugged(kind=Kind.REWARD, use=use, owner="composer-core", settings=settings, weight=weight)
 
 
-def spec(prompts, *rewards, model=None):
-    """Only what preflight reads of a spec."""
-    return SimpleNamespace(
+def spec(prompts, *rewards, model=None, **data):
+    """A whole spec, of which preflight reads model, data and steps."""
+
+    def block(kind, use):
+        return Plugged(kind=kind, use=use, owner="composer-core", settings=NoSettings())
+
+    return RunSpec(
+        version=1,
+        name="test",
         model=model or ModelSpec(builtin="tiny"),
-        data=SimpleNamespace(prompts=prompts, rewards=list(rewards)),
-        train=SimpleNamespace(steps=10),
+        data=DataSpec(prompts=prompts, rewards=list(rewards), **data),
+        loss=LossSpec(objective=block(Kind.OBJECTIVE, "grpo")),
+        train=TrainSpec(steps=10),
+        backend=block(Kind.BACKEND, "toy"),
+        executor=block(Kind.EXECUTOR, "inline"),
     )
 
 
@@ -138,6 +156,51 @@ def test_a_chat_needs_a_chat_template(tmp_path, tasks):
     )
     raw = tasks.model_copy(update={"chat": False})
     assert preflight(spec(raw, regex, model=model), REGISTRY)[0] == f"model: {tmp_path}"
+
+
+def test_held_out_prompts_and_recordings_are_looked_at_too(tasks, tmp_path):
+    regex = plugged("regex", RegexSettings(pattern="a"))
+    (tmp_path / "pairs.jsonl").write_text("{}", "utf-8")
+    more = {"pairs": PairsSpec(path=str(tmp_path / "pairs.jsonl")), "traces": TracesSpec(path=str(tmp_path))}
+    lines = preflight(spec(tasks, regex, eval=EvalSpec(builtin="digits", limit=5), **more), REGISTRY)
+    assert lines[2:5] == [
+        "held-out prompts: 5 rows from built-in digits, columns target",
+        f"traces: {tmp_path}",
+        f"pairs: {tmp_path / 'pairs.jsonl'}",
+    ]
+    with pytest.raises(UsageError) as caught:
+        preflight(spec(tasks, regex, pairs=PairsSpec(path="/nowhere/pairs.jsonl")), REGISTRY)
+    assert str(caught.value) == (
+        "/nowhere/pairs.jsonl: no such file, which data.pairs names\n  fix: paths are relative to the spec"
+    )
+    to_be = spec(tasks, regex, pairs=PairsSpec(path="/nowhere/pairs.jsonl"))
+    teacher = Plugged(kind=Kind.TEACHER, use="wise", owner="x", settings=NoSettings())
+    assert preflight(to_be.model_copy(update={"teachers": {"strong": teacher}}), REGISTRY)[2] == (
+        "pairs: /nowhere/pairs.jsonl, not there yet; composer-run replay writes it"
+    )
+
+
+def test_held_out_rows_need_the_columns_of_the_rewards(tasks, tmp_path):
+    file = tmp_path / "held.jsonl"
+    file.write_text('{"prompt": "1 + 1?"}', "utf-8")
+    with pytest.raises(UsageError) as caught:
+        preflight(spec(tasks, plugged("exact-match", ExactMatchSettings()), eval=EvalSpec(path=str(file))), REGISTRY)
+    assert str(caught.value).startswith(f"{file}:1: no column 'answer'")
+
+
+def test_the_environment_is_filled_in_for_the_look(tasks, monkeypatch):
+    from pathlib import Path
+
+    monkeypatch.setenv("TASKS", str(Path(tasks.path).parent))
+    placed = tasks.model_copy(update={"path": "${env:TASKS}/tasks.jsonl"})
+    regex = plugged("regex", RegexSettings(pattern="a"))
+    assert preflight(spec(placed, regex), REGISTRY)[1] == "prompts: 2 rows from tasks.jsonl, columns question, answer"
+    monkeypatch.delenv("TASKS")
+    with pytest.raises(MissingError) as caught:
+        preflight(spec(placed, regex), REGISTRY)
+    assert str(caught.value) == (
+        "data.prompts.path: the environment variable TASKS is not set\n  fix: export TASKS=..."
+    )
 
 
 def test_it_needs_neither_torch_nor_transformers():

@@ -12,6 +12,8 @@ from composer_core.plugins.contributions import (
     ExecutorPlugin,
     LossChannelPlugin,
     ObjectivePlugin,
+    TeacherPlugin,
+    TraceReaderPlugin,
 )
 from composer_core.plugins.hookspecs import hookimpl
 from composer_core.plugins.registry import Owner, Registry
@@ -52,6 +54,15 @@ class GrumpySettings(Settings):
         raise RuntimeError("not today")
 
 
+class WiseSettings(Settings):
+    key: str = ""
+
+
+class RentedSettings(Settings):
+    gpus: int = 1
+    token: str = ""
+
+
 class FakePlugin:
     @hookimpl
     def composer_loss_channels(self):
@@ -84,6 +95,26 @@ class FakePlugin:
     @hookimpl
     def composer_executors(self):
         yield ExecutorPlugin(name="grid", summary="", target="fake:Grid")
+        yield ExecutorPlugin(
+            name="rented",
+            summary="",
+            target="fake:Rented",
+            settings=RentedSettings,
+            usd_per_hour=lambda settings: 2.5 * settings.gpus,
+        )
+
+    @hookimpl
+    def composer_teachers(self):
+        yield TeacherPlugin(name="wise", summary="", target="fake:Wise", settings=WiseSettings)
+
+    @hookimpl
+    def composer_trace_readers(self):
+        yield TraceReaderPlugin(name="cards", summary="", target="fake:Cards")
+
+
+@pytest.fixture(scope="session")
+def fake_plugin():
+    return FakePlugin()
 
 
 @pytest.fixture

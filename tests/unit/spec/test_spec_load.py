@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from composer_core.errors import MissingError, SpecError, UsageError
+from composer_core.errors import SpecError, UsageError
 from composer_core.plugins.contributions import Kind
 from composer_core.spec.load import load_spec
 from composer_core.spec.resolved import values
@@ -212,42 +208,3 @@ def test_a_spec_that_is_not_utf8(tmp_path, monkeypatch, registry):
     (tmp_path / "spec.yaml").write_bytes(b"name: \xff")
     with pytest.raises(UsageError, match=r"\Aspec\.yaml: not text in UTF-8 \(byte 6\)\Z"):
         load_spec("spec.yaml", registry)
-
-
-# -- mutations ---------------------------------------------------------------------------------------------------------
-
-odd_values = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=300)
-    | st.sampled_from(["lean", "toy", "./x", "~nobody/x", "a\0b", "x/" * 200, "{use: toy}"])
-    | st.lists(st.integers() | st.text(max_size=5), max_size=3)
-    | st.dictionaries(st.sampled_from(["use", "weight", "path", "x"]), st.integers() | st.text(max_size=5), max_size=3)
-)
-
-
-def _places(value, key=()):
-    yield key
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for part, child in children:
-        yield from _places(child, (*key, part))
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_mutated_spec_loads_or_is_refused_with_a_message(tmp_path, data, spec_text, make_registry):
-    spec = copy.deepcopy(parse(spec_text, "s").data)
-    for _ in range(data.draw(st.integers(1, 3))):
-        key = data.draw(st.sampled_from([key for key in _places(spec) if key]))
-        node = spec
-        for part in key[:-1]:
-            node = node[part]
-        if data.draw(st.booleans()) and isinstance(node, dict):
-            node[data.draw(st.text(max_size=8) | st.sampled_from(["plugins", "path", "use"]))] = data.draw(odd_values)
-        else:
-            node[key[-1]] = data.draw(odd_values)
-    (tmp_path / "spec.json").write_text(json.dumps(spec, ensure_ascii=True))
-    with contextlib.suppress(UsageError, MissingError):  # SpecError is a UsageError; anything else is a traceback
-        load_spec(tmp_path / "spec.json", make_registry())

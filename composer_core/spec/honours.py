@@ -1,0 +1,119 @@
+"""Whether the sections of a spec reach something that carries them out: the trainer, the executor, another verb.
+
+A section that its backend does not list in `BackendPlugin.honours` is refused, never ignored; one that another verb
+reads is said in a note. To make a section optional for backends, add its key to `model.OPTIONAL`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from composer_core.errors import MissingError, Problem, UsageError
+from composer_core.plugins.contributions import BackendPlugin, ExecutorPlugin, Kind
+from composer_core.plugins.registry import Registry
+from composer_core.protocols import Need
+from composer_core.spec.capability import PlannedChannel
+from composer_core.spec.errors import problem_at
+from composer_core.spec.model import OPTIONAL, RunSpec
+from composer_core.spec.yaml import Place, dotted
+
+
+@dataclass
+class Sections:
+    """Checks of one spec's sections; what is wrong is in `problems`."""
+
+    spec: RunSpec
+    registry: Registry
+    places: Mapping[str, Place]
+    backend: BackendPlugin
+    channels: Sequence[PlannedChannel]
+    problems: list[Problem] = field(default_factory=list)
+
+    def check(self) -> None:
+        """All checks."""
+        self._honoured()
+        self._priced()
+        self._reader()
+        self._teachers()
+
+    def notes(self) -> Iterator[str]:
+        """What a user should know about sections that this run does not read."""
+        data = self.spec.data
+        if data.pairs is not None and not self._reads_pairs():
+            yield "data.pairs: no channel of this spec reads pairs"
+        if data.traces is not None and not self.channels:
+            yield "data.traces: no channel of this spec reads traces"
+        elif data.traces is not None and "data.traces" not in self.backend.honours:
+            yield f"data.traces: backend {self.backend.name!r} does not train on traces, composer-run replay reads them"
+        if self.spec.teachers:
+            yield "teachers and replay are read by composer-run replay, not by a training run"
+        elif self.spec.limits.teacher_usd is not None:
+            yield "limits.teacher_usd: the spec has no teachers"
+        asked, agreement = len(self.spec.replay.teachers or self.spec.teachers), self.spec.replay.agreement
+        if 0 < asked < agreement:
+            yield f"replay.agreement: {agreement} teachers must agree and {asked} will be asked, so no pair can arise"
+
+    def _refuse(self, key: str, problem: str, fix: str = "", *, missing: bool = False) -> None:
+        self.problems.append(problem_at(self.places, key, problem, fix=fix, missing=missing))
+
+    def _honoured(self) -> None:
+        for key in OPTIONAL:
+            if _at(self.spec, key) is None or key in self.backend.honours or self._for_replay(key):
+                continue
+            able = sorted(
+                backend.name
+                for _, backend in self.registry
+                if isinstance(backend, BackendPlugin) and key in backend.honours
+            )
+            fix = f"leave it out, or use a backend that has it: {', '.join(able)}" if able else "leave it out"
+            self._refuse(key, f"backend {self.backend.name!r} does not have {key}", fix)
+
+    def _for_replay(self, key: str) -> bool:
+        """Whether it is `composer-run replay` that reads or writes this, and the training run has no use for it."""
+        if not self.spec.teachers:
+            return False
+        return key == "data.traces" or (key == "data.pairs" and not self._reads_pairs())
+
+    def _reads_pairs(self) -> bool:
+        return any(Need.PAIRS in channel.needs for channel in self.channels)
+
+    def _priced(self) -> None:
+        if self.spec.limits.usd is None:
+            return
+        block = self.spec.executor
+        owner, executor = self.registry.get(block.kind, block.use)
+        assert isinstance(executor, ExecutorPlugin)
+        try:
+            price = executor.usd_per_hour(block.settings)
+        except Exception as error:  # a plugin's mistake, whatever its type
+            what = f"executor {block.name!r}: usd_per_hour ({owner}) failed"
+            self._refuse("executor", f"{what}: {type(error).__name__}: {error}")
+            return
+        if price is None:
+            problem = f"executor {block.name!r} has no known price, so money cannot be counted"
+            self._refuse("limits.usd", problem, "limit the time instead: limits.hours")
+
+    def _reader(self) -> None:
+        traces = self.spec.data.traces
+        if traces is None or traces.format == "auto":
+            return
+        try:
+            self.registry.get(Kind.READER, traces.format)
+        except (UsageError, MissingError) as error:
+            self._refuse("data.traces.format", error.problem, error.fix, missing=isinstance(error, MissingError))
+
+    def _teachers(self) -> None:
+        given, replay = self.spec.teachers, self.spec.replay
+        names = ", ".join(given) or "none"
+        for index, name in enumerate(replay.teachers):
+            if name not in given:
+                self._refuse(dotted("replay.teachers", index), f"no teacher is called {name!r}; there are: {names}")
+
+
+def _at(spec: RunSpec, key: str) -> Any:
+    value: Any = spec
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
