@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from composer_core.batch import Hints, Pairs, Rollouts
-from composer_core.protocols import Divergence, RolloutText, Row
+from composer_core.loss.teachers import SelfTeacher
+from composer_core.protocols import Divergence, Need, RolloutText, Row
+
+if TYPE_CHECKING:
+    from composer_core.plugins.registry import Registry
 
 
 class ChannelDefaults:
@@ -24,9 +29,22 @@ class ChannelDefaults:
                 return Term(sum=masked_sum(logps, action), count="tokens")
     """
 
+    rows_per_step: int = 0
+    """0: rows come from rollouts, by `prepare`. Else the channel has rows of its own, so many in one optimiser step
+    over all ranks, and `draw` gives them."""
+    teacher: SelfTeacher | None = None
+    """Which weights it means by the model "teacher"; None: it asks for none."""
+
+    def planned(self, needs: frozenset[Need]) -> None:
+        """Which of its alternatives the plan chose, told once before the first step. Nothing to choose here."""
+
     def prepare(self, rollout: RolloutText) -> Row | None:
         """An empty row: active on every rollout. None would report the channel as idle."""
         return {}
+
+    def draw(self, step: int, rank: int, world: int) -> Sequence[Row]:
+        """Own rows of a step for this rank, the same whenever they are asked for; none here."""
+        return []
 
     def count(self, row: Row | None) -> Mapping[str, float]:
         """Nothing of its own: `loss` names a count of the backend, such as `tokens`."""
@@ -39,3 +57,41 @@ class ChannelDefaults:
     def divergences(self, step: int) -> tuple[Divergence, ...]:
         """None."""
         return ()
+
+
+@runtime_checkable
+class Draws(Protocol):
+    """A channel with rows of its own, beside those of the rollouts."""
+
+    rows_per_step: int
+
+    def draw(self, step: int, rank: int, world: int) -> Sequence[Row]:
+        """See `ChannelDefaults.draw`."""
+        ...
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """A channel with several ways of computing its loss."""
+
+    def planned(self, needs: frozenset[Need]) -> None:
+        """See `ChannelDefaults.planned`."""
+        ...
+
+
+@runtime_checkable
+class TakesPairs(Protocol):
+    """A channel that learns from the run's preference pairs."""
+
+    def take_pairs(self, rows: Sequence[Row]) -> None:
+        """All of them as rows (`channels/rows.py`, `pair_row`), once, in the same order on every rank."""
+        ...
+
+
+@runtime_checkable
+class TakesRegistry(Protocol):
+    """A channel that looks up other plugins' contributions, such as hint templates."""
+
+    def take_registry(self, registry: Registry) -> None:
+        """Those of the run, local plugin files included; once."""
+        ...

@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from composer_core.batch import Seqs
-from composer_core.loss.presets import Clip
-from composer_core.loss.reduce import segment_sum
+from composer_core.loss.presets import Clip, Measure
+from composer_core.loss.reduce import segment_mean, segment_sum, select
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-this before exp: e^20 is far outside every trust region, and fp32 overflows at e^89."""
@@ -30,32 +30,65 @@ class Tokens:
     """What a clip rule sees of one micro-batch; per-token tensors are (N,), 0 where no action was taken."""
 
     seqs: Seqs
-    logps: Tensor
-    """Current log-probs, with gradient."""
+    mask: Tensor
+    """(N,) bool: the actions."""
+    raw_logps: Tensor
+    """Current log-probs, with gradient; anything outside the mask."""
     log_ratio: Tensor
     """log r per token, with gradient, not clamped."""
-    ratio: Tensor
-    """r at the preset's level (of the token, or of its whole sequence), with gradient."""
+    level: Tensor
+    """log r at the preset's level (of the token, or of its whole sequence), with gradient, not clamped."""
     advantages: Tensor
+
+    @cached_property
+    def logps(self) -> Tensor:
+        """Current log-probs, with gradient."""
+        return select(self.raw_logps, self.mask)
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """The ratio at the preset's level, with gradient."""
+        return self.level.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    @property
+    def old_logps(self) -> Tensor:
+        """Log-probs that the ratio refers to, detached."""
+        return (self.logps - self.log_ratio).detach()
 
 
 Rule = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
-"""From tokens to the loss per token, (N,), and indicators, (N,) bool, whose share of all tokens is logged."""
+"""From tokens to the loss per token, (N,), and indicators, (N,) bool, whose share of all tokens is logged; both 0 where
+no action was taken."""
 
 
 def ppo(
-    tokens: Tokens, *, epsilon: float, epsilon_high: float | None, delta: float | None
+    tokens: Tokens,
+    *,
+    epsilon: float,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A). Schulman et al. 2017 (1707.06347), eq. 7.
 
-    `delta` caps r in the first arm, which bounds the loss for A < 0 too. Prime Intellect 2025 (2505.07291).
+    Two ways to bound the loss of a token with A < 0 whose ratio has exploded, where it loses its gradient: `delta`
+    caps r in the first arm (Prime Intellect 2025, 2505.07291), and `dual_clip` the loss at -A dual_clip (Ye et al.
+    2019, 1912.09729, eq. 5; verl uses 3). They are equal where both are at least 1 + epsilon_high; a smaller delta
+    also caps tokens with A > 0.
     """
-    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
-    ratio = tokens.ratio if delta is None else tokens.ratio.clamp(max=delta)
-    loss = -torch.minimum(ratio * tokens.advantages, tokens.ratio.clamp(low, high) * tokens.advantages)
-    clip_low = (tokens.ratio < low) & (tokens.advantages < 0)
-    clip_high = (tokens.ratio > high) & (tokens.advantages > 0)
-    return loss, {"clip_low": clip_low, "clip_high": clip_high}
+    low = math.log1p(-epsilon) if epsilon < 1 else -MAX_LOG_RATIO  # from 1 on there is no lower bound
+    high = math.log1p(epsilon if epsilon_high is None else epsilon_high)
+    cap = MAX_LOG_RATIO if delta is None else math.log(delta)
+    ceiling = min(max(cap, high), MAX_LOG_RATIO if dual_clip is None else math.log(dual_clip))
+    falling = tokens.advantages < 0
+    # that minimum is A times r bounded from above where A > 0, and from below where A < 0: one clamp, which guards
+    # exp too. Its bounds are sums of products with 0 and 1, exact, because where() is slow on a CPU.
+    bad = falling.to(tokens.level.dtype)
+    good = 1 - bad
+    bounded = tokens.level.clamp(low * bad - MAX_LOG_RATIO * good, ceiling * bad + min(cap, high) * good)
+    clip_low = (tokens.level < low) & falling
+    clip_high = (tokens.level > high) & (tokens.advantages > 0)
+    return -tokens.advantages * bounded.exp(), {"clip_low": clip_low, "clip_high": clip_high}
 
 
 def cispo(tokens: Tokens, *, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -71,7 +104,7 @@ def sapo(
 
     At r = 1 the value is 2 A / tau in size, and the gradient that of r A.
     """
-    tau = torch.where(tokens.advantages > 0, temperature_positive, temperature_negative).to(tokens.ratio.dtype)
+    tau = _by_sign(tokens.advantages > 0, temperature_positive, temperature_negative, like=tokens.ratio)
     return -tokens.advantages * torch.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau, {}
 
 
@@ -83,8 +116,8 @@ def vespo(
     arXiv 2602.10693. k and lambda by the sign of A.
     """
     positive = tokens.advantages >= 0
-    k = torch.where(positive, k_positive, k_negative)
-    rate = torch.where(positive, lambda_positive, lambda_negative)
+    k = _by_sign(positive, k_positive, k_negative, like=tokens.logps)
+    rate = _by_sign(positive, lambda_positive, lambda_negative, like=tokens.logps)
     clamped = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # the paper's code floors w itself at 1e-8
     log_w = segment_sum(clamped, tokens.seqs).clamp(math.log(1e-8), MAX_LOG_RATIO)[tokens.seqs.owner]
@@ -92,14 +125,63 @@ def vespo(
     return -phi * tokens.advantages * tokens.logps, {}
 
 
-def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """KL to the reference per token, (N,): e^d - d - 1 with d = log ref - log pi. Schulman 2020, estimator k3."""
-    gap = (ref_logps - logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return gap.exp() - gap - 1
+def gmpo(tokens: Tokens, *, epsilon: float, epsilon_high: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A exp(mean over the sequence of clipped log r), the same at each of its tokens. Zhao et al. 2025 (2507.20673).
+
+    log r is clipped to [-epsilon, epsilon_high] on the side that would go on, like the min of PPO.
+    """
+    clamped = tokens.log_ratio.clamp(-epsilon, epsilon_high)
+    clipped = torch.where(
+        tokens.advantages > 0, torch.minimum(tokens.log_ratio, clamped), torch.maximum(tokens.log_ratio, clamped)
+    )
+    # one-sided clipping leaves the other side open
+    mean = segment_mean(clipped, tokens.mask, tokens.seqs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    clip_low = (tokens.log_ratio < -epsilon) & (tokens.advantages < 0)
+    clip_high = (tokens.log_ratio > epsilon_high) & (tokens.advantages > 0)
+    loss = -mean.exp()[tokens.seqs.owner] * tokens.advantages
+    return loss, {"clip_low": clip_low, "clip_high": clip_high}
+
+
+def dppo(
+    tokens: Tokens, *, measure: Measure, epsilon: float, epsilon_high: float, cap: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A sg(min(r, cap)) log pi, and 0 for tokens that left the trust region on the side that would go on.
+
+    The region is one of the sampled token's probability, not of its ratio: a rare token may double. `tv`:
+    |pi - pi_old| within epsilon (fallen, A < 0) or epsilon_high (risen, A > 0); `kl`: the KL of the two Bernoulli
+    variables "this token or another". arXiv 2602.04879.
+    """
+    old, new = tokens.old_logps, tokens.logps.detach()
+    risen = new.exp() - old.exp()
+    moved = risen.abs() if measure == "tv" else _bernoulli_kl(old, new)
+    # not "moved > epsilon": a KL that is NaN, as where rounding lets a probability exceed 1, is outside
+    clip_low = (risen < 0) & ~(moved <= epsilon) & (tokens.advantages < 0)
+    clip_high = (risen > 0) & ~(moved <= epsilon_high) & (tokens.advantages > 0)
+    kept = ~(clip_low | clip_high)
+    loss = -tokens.advantages * tokens.ratio.detach().clamp(max=cap) * tokens.logps * kept
+    return loss, {"clip_low": clip_low, "clip_high": clip_high}
+
+
+def _by_sign(positive: Tensor, if_positive: float, otherwise: float, *, like: Tensor) -> Tensor:
+    """One of two numbers per token, (N,), in the dtype of `like`: where() of bare floats rounds them to float32."""
+    return torch.full_like(like, otherwise).masked_fill(positive, if_positive)
+
+
+def _bernoulli_kl(old: Tensor, new: Tensor) -> Tensor:
+    """KL between "this token or another" under the old and the new policy, (N,), from the token's log-probs."""
+    # 1e-8, as in verl: the other tokens' share rounds to 0 where the policy is certain
+    rest_old, rest_new = 1 - old.exp() + 1e-8, 1 - new.exp() + 1e-8
+    return old.exp() * (old - new) + (1 - old.exp()) * (rest_old / rest_new).log()
 
 
 def _ppo(settings: Any) -> Rule:
-    return partial(ppo, epsilon=settings.epsilon, epsilon_high=settings.epsilon_high, delta=settings.delta)
+    return partial(
+        ppo,
+        epsilon=settings.epsilon,
+        epsilon_high=settings.epsilon_high,
+        delta=settings.delta,
+        dual_clip=settings.dual_clip,
+    )
 
 
 def _cispo(settings: Any) -> Rule:
@@ -124,5 +206,26 @@ def _vespo(settings: Any) -> Rule:
     )
 
 
-RULES: Mapping[Clip, Callable[[Any], Rule]] = {"ppo": _ppo, "cispo": _cispo, "sapo": _sapo, "vespo": _vespo}
+def _gmpo(settings: Any) -> Rule:
+    return partial(gmpo, epsilon=settings.epsilon, epsilon_high=settings.epsilon_high)
+
+
+def _dppo(settings: Any) -> Rule:
+    return partial(
+        dppo,
+        measure=settings.measure,
+        epsilon=settings.epsilon,
+        epsilon_high=settings.epsilon_high,
+        cap=settings.cap,
+    )
+
+
+RULES: Mapping[Clip, Callable[[Any], Rule]] = {
+    "ppo": _ppo,
+    "cispo": _cispo,
+    "sapo": _sapo,
+    "vespo": _vespo,
+    "gmpo": _gmpo,
+    "dppo": _dppo,
+}
 """From a preset's clip to the function that binds its numbers; settings are any object with the attributes read."""

@@ -1,7 +1,8 @@
-"""Policy objectives: importance ratio x clip rule x aggregation, one class for every row of `presets.py`.
+"""Policy objectives: ratio level x clip rule x token weights x aggregation; one class for all rows of `presets.py`.
 
-The clip rules stand in `clip.py`, the aggregations in `reduce.py`. A new published objective that these can express
-is a row in `presets.py` and a line at the end of this file.
+The clip rules stand in `clip.py`, aggregations in `reduce.py`, KL estimators in `kl.py`, token weights in
+`corrections.py`, penalties on the reward in `shaping.py`, and the comparison of rewards in `advantages.py`. A new
+published objective that these can express is a row in `presets.py` and a line at the end of this file.
 
 Letters: N tokens packed, S sequences.
 """
@@ -9,6 +10,7 @@ Letters: N tokens packed, S sequences.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,41 +19,76 @@ from torch import Tensor
 
 from composer_core.batch import Batch, Rollouts
 from composer_core.errors import RunFailed
-from composer_core.loss.clip import MAX_LOG_RATIO, RULES, Tokens, k3
-from composer_core.loss.presets import PRESETS, Preset, Ratio, Scale
-from composer_core.loss.reduce import COUNT_OF, aggregate, global_count, masked_sum, segment_mean, select
-from composer_core.protocols import PolicyView, Term
+from composer_core.loss.advantages import group_advantages
+from composer_core.loss.clip import RULES, Rule, Tokens
+from composer_core.loss.corrections import mask_outside, off_policy_mask, sampler_ratio, truncate
+from composer_core.loss.distributions import wide
+from composer_core.loss.kl import ESTIMATORS
+from composer_core.loss.presets import PRESETS, Estimator, Preset, Ratio, Scale
+from composer_core.loss.reduce import (
+    COUNT_OF,
+    aggregate_selected,
+    check_shapes,
+    global_count,
+    masked_sum,
+    segment_mean,
+    select,
+)
+from composer_core.loss.shaping import length_cost, overlong_penalty
+from composer_core.protocols import Aggregation, PolicyView, Term
 
-STD_EPS = 1e-4
-"""Added to the standard deviation of rewards, as in TRL 1.16."""
+
+@dataclass(frozen=True)
+class KlTerm:
+    """A KL to the reference in the loss."""
+
+    coef: float
+    estimator: Estimator = "k3"
+    corrected: bool = True
+    """Times the importance ratio with its gradient: the unbiased estimate off policy, as TRL 1.16 does by default.
+    Older TRL, verl and most papers leave it out; on policy the value is the same."""
 
 
-def group_advantages(rewards: Tensor, group: Tensor, *, scale: Scale) -> tuple[Tensor, int]:
-    """Rewards less their group's mean, over a standard deviation (n - 1) plus `STD_EPS`: (S,), and lone rollouts.
+def policy_loss(
+    logps: Tensor,
+    rollouts: Rollouts,
+    *,
+    rule: Rule,
+    aggregation: Aggregation,
+    ratio: Ratio = "token",
+    weights: Tensor | None = None,
+    kl: KlTerm | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The local sum that `COUNT_OF[aggregation]` divides, a scalar, and detached sums over tokens for the log.
 
-    A NaN reward means "not rewarded": it enters neither mean nor deviation, and its advantage is 0. A rollout that
-    is the only rewarded one of its group has nothing to be compared with: advantage 0, counted in the second result.
-    Shao et al. 2024 (2402.03300); without the division, Liu et al. 2025 (2503.20783).
+    Args:
+        logps: (N,) current log-probs with gradient; what stands outside `rollouts.action` may be anything.
+        rollouts: with advantages; `old_logps` None means on policy, `ref_logps` are read for a KL only.
+        rule: a clip rule with its numbers bound, e.g. ``partial(clip.ppo, epsilon=0.2)``.
+        aggregation: how token losses become one number.
+        ratio: level of the importance ratio.
+        weights: (N,) detached factors of the policy term, see `corrections.py`; the KL is not weighted.
+        kl: adds a KL to the reference.
+
+    Raises:
+        ValueError: a tensor does not have one entry per token, or what was asked for is None.
     """
-    rewarded = ~rewards.isnan()
-    # float64: the mean of equal rewards such as 0.1 must give 0, which a deviation of about 0 would else magnify
-    values = select(rewards, rewarded).double()
-    ids, index = torch.unique(group, return_inverse=True)
-    total = values.new_zeros(len(ids))
-    sizes = total.index_add(0, index, rewarded.double())
-    means = total.index_add(0, index, values) / sizes.clamp(min=1)
-    centred = select(values - means[index], rewarded)
-    lone = int((sizes == 1).sum())
-    if scale == "none":
-        return centred.to(rewards.dtype), lone
-    if scale == "group":
-        squares = total.index_add(0, index, centred.square())
-        deviation = (squares / (sizes - 1).clamp(min=1)).sqrt()[index]
-    else:
-        n = rewarded.sum().clamp(min=1)
-        spread = select(values - values.sum() / n, rewarded)
-        deviation = (spread.square().sum() / (n - 1).clamp(min=1)).sqrt()
-    return (centred / (deviation + STD_EPS)).to(rewards.dtype), lone
+    _check(logps, rollouts, weights=weights, kl=kl)
+    mask = rollouts.action
+    tokens = _tokens(logps, rollouts, level=ratio)
+    per_token, indicators = rule(tokens)
+    if weights is not None:
+        per_token = per_token * select(weights, mask).detach()
+    sums = {name: flags.count_nonzero().to(per_token.dtype) for name, flags in indicators.items()}
+    if kl is not None and rollouts.ref_logps is not None:
+        # the gap is selected, not both log-probs: one pass less, forward and backward
+        gap = select(wide(logps) - rollouts.ref_logps.detach(), mask)
+        drift = ESTIMATORS[kl.estimator](gap, torch.zeros_like(gap))
+        drift = drift * tokens.ratio if kl.corrected else drift
+        per_token = per_token + kl.coef * drift
+        sums["kl"] = drift.detach().sum()
+    # rules and estimators give 0 where everything they read was made 0: nothing is left to select
+    return aggregate_selected(per_token, mask, rollouts.seqs, how=aggregation), sums
 
 
 class PolicyObjective:
@@ -65,14 +102,18 @@ class PolicyObjective:
     def __init__(self, preset: Preset, settings: Any) -> None:
         self.preset = preset
         self.aggregation = preset.aggregation
-        self._scale: Scale = settings.scale_rewards
-        self._kl_coef: float = settings.kl_coef
+        self._settings = settings
         self._rule = RULES[preset.clip](settings)
         self._warned_of_lone = False
 
     def advantages(self, rewards: Tensor, group: Tensor, lengths: Tensor, ref_kl: Tensor | None) -> Tensor:
-        """Group advantages, (S,); see `group_advantages`. Lengths and the KL do not enter: it stands in the loss."""
-        advantages, lone = group_advantages(rewards, group, scale=self._scale)
+        """Group advantages, (S,), of the rewards less the penalties and the KL that the settings put into them.
+
+        Raises:
+            RunFailed: the KL (k1) stands in the reward, and no KL came; or `group_advantages` refuses the rewards.
+        """
+        scale: Scale = self._settings.scale_rewards
+        advantages, lone = group_advantages(self._shaped(rewards, lengths, ref_kl), group, scale=scale)
         if lone and not self._warned_of_lone:
             self._warned_of_lone = True
             warnings.warn(
@@ -86,50 +127,124 @@ class PolicyObjective:
         """The local sum over this micro-batch; needs `batch.rollouts` with advantages.
 
         Raises:
-            RunFailed: there are no rollouts, advantages, or (with a KL) reference log-probs.
+            RunFailed: there are no rollouts or advantages, or no reference or sampler log-probs where settings ask
+                for them.
         """
-        rollouts, advantages = self._rewarded(batch)
-        mask = rollouts.action
-        logps = select(view.logps(rollouts.seqs, grad=True, temperature=batch.temperature), mask)
-        tokens = _tokens(rollouts, logps, advantages=select(advantages, mask).detach(), level=self.preset.ratio)
-        per_token, indicators = self._rule(tokens)
-        shares = {name: masked_sum(flags.float(), mask) for name, flags in indicators.items()}
-        if self._kl_coef > 0:
-            kl = self._kl(rollouts, tokens)
-            per_token = per_token + self._kl_coef * kl
-            shares["kl"] = masked_sum(kl.detach(), mask)
+        rollouts = self._rewarded(batch)
+        logps = view.logps(rollouts.seqs, grad=True, temperature=batch.temperature)
+        in_loss = self._settings.kl_coef > 0 and self._settings.kl_estimator != "k1"
+        total, sums = policy_loss(
+            logps,
+            rollouts,
+            rule=self._rule,
+            aggregation=self.aggregation,
+            ratio=self.preset.ratio,
+            weights=self._weights(logps, rollouts),
+            kl=self._kl_term(rollouts) if in_loss else None,
+        )
+        if self._settings.kl_coef > 0 and not in_loss and rollouts.ref_logps is not None:
+            sums["kl"] = _k1_sum(logps, rollouts.ref_logps, rollouts.action)
         count = COUNT_OF[self.aggregation]
         # divided by `count` like the loss, these become means over tokens whatever the aggregation is
         scale = global_count(batch.counts, count) / global_count(batch.counts, "tokens")
-        total = aggregate(per_token, mask, rollouts.seqs, how=self.aggregation)
-        return Term(total, count, {name: (value * scale).detach() for name, value in shares.items()})
+        return Term(total, count, {name: (value * scale).detach() for name, value in sums.items()})
 
-    def _rewarded(self, batch: Batch) -> tuple[Rollouts, Tensor]:
+    def _shaped(self, rewards: Tensor, lengths: Tensor, ref_kl: Tensor | None) -> Tensor:
+        settings = self._settings
+        if settings.kl_coef > 0 and settings.kl_estimator == "k1":
+            if ref_kl is None:
+                raise self._no_reference()
+            rewards = rewards - settings.kl_coef * ref_kl
+        if settings.overlong is not None:
+            penalty = overlong_penalty(lengths, limit=settings.overlong.limit, cache=settings.overlong.cache)
+            rewards = rewards + settings.overlong.weight * penalty
+        if settings.length_penalty is not None:
+            length = settings.length_penalty
+            rewards = rewards - length.weight * length_cost(lengths / length.per, k=length.k, q=length.q)
+        return rewards
+
+    def _weights(self, logps: Tensor, rollouts: Rollouts) -> Tensor | None:
+        """Token weights from the sampler's log-probs; None where the settings ask for none."""
+        correction, threshold = self._settings.rollout_correction, self._settings.off_policy_threshold
+        if correction is None and threshold is None:
+            return None
+        if rollouts.sampler_logps is None or rollouts.advantages is None:
+            raise RunFailed(
+                f"objective {self.preset.name!r} corrects for the sampler, but no sampler log-probs came",
+                fix="leave out rollout_correction and off_policy_threshold, or use a backend that keeps the log-probs "
+                "of its inference engine",
+            )
+        mask, seqs = rollouts.action, rollouts.seqs
+        old = logps.detach() if rollouts.old_logps is None else rollouts.old_logps
+        weights = mask.to(logps.dtype)
+        if correction is not None:
+            weights = sampler_ratio(old, rollouts.sampler_logps, mask, seqs, level=correction.level)
+            if correction.rule == "truncate":
+                weights = truncate(weights, high=correction.high)
+            else:
+                weights = mask_outside(weights, low=correction.low, high=correction.high)
+        if threshold is not None:
+            weights = weights * off_policy_mask(
+                rollouts.advantages, logps, rollouts.sampler_logps, mask, seqs, threshold=threshold
+            )
+        return weights
+
+    def _rewarded(self, batch: Batch) -> Rollouts:
         if batch.rollouts is None or batch.rollouts.advantages is None:
             what = (
                 "no rollouts" if batch.rollouts is None else "rollouts without advantages (recorded traces have none)"
             )
             raise RunFailed(f"objective {self.preset.name!r} needs rewarded rollouts; this batch has {what}")
-        return batch.rollouts, batch.rollouts.advantages
+        return batch.rollouts
 
-    def _kl(self, rollouts: Rollouts, tokens: Tokens) -> Tensor:
+    def _kl_term(self, rollouts: Rollouts) -> KlTerm:
         if rollouts.ref_logps is None:
-            raise RunFailed(
-                f"objective {self.preset.name!r} has kl_coef {self._kl_coef:g}, but no reference log-probs came",
-                fix="set kl_coef: 0, or use a backend with a reference model",
-            )
-        # times r, with its gradient: the unbiased estimate off policy, as TRL 1.16 does by default
-        return k3(tokens.logps, select(rollouts.ref_logps, rollouts.action).detach()) * tokens.ratio
+            raise self._no_reference()
+        settings = self._settings
+        return KlTerm(settings.kl_coef, estimator=settings.kl_estimator, corrected=settings.kl_corrected)
+
+    def _no_reference(self) -> RunFailed:
+        return RunFailed(
+            f"objective {self.preset.name!r} has kl_coef {self._settings.kl_coef:g}, but no reference log-probs came",
+            fix="set kl_coef: 0, or use a backend with a reference model",
+        )
 
 
-def _tokens(rollouts: Rollouts, logps: Tensor, *, advantages: Tensor, level: Ratio) -> Tokens:
-    """Join current and old log-probs; `logps` and `advantages` are already selected by the action mask."""
+def _check(logps: Tensor, rollouts: Rollouts, *, weights: Tensor | None, kl: KlTerm | None) -> None:
+    if rollouts.advantages is None:
+        raise ValueError("rollouts.advantages is None: a policy loss needs them, (N,)")
+    if kl is not None and rollouts.ref_logps is None:
+        raise ValueError("rollouts.ref_logps is None: a KL to the reference needs them, (N,)")
+    given = {
+        "ids": rollouts.seqs.ids,
+        "logps": logps,
+        "action": rollouts.action,
+        "advantages": rollouts.advantages,
+        "old_logps": rollouts.old_logps,
+        "ref_logps": rollouts.ref_logps,
+        "weights": weights,
+    }
+    check_shapes("one entry per token", **{name: value for name, value in given.items() if value is not None})
+
+
+def _k1_sum(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
+    """The KL that entered through the reward, for the log."""
+    return masked_sum(ESTIMATORS["k1"](select(logps, mask), select(ref_logps, mask)).detach(), mask)
+
+
+def _tokens(logps: Tensor, rollouts: Rollouts, *, level: Ratio) -> Tokens:
+    """Join current and old log-probs; outside the actions they may hold anything."""
     mask, seqs = rollouts.action, rollouts.seqs
-    old = logps if rollouts.old_logps is None else select(rollouts.old_logps, mask)
-    log_ratio = logps - old.detach()
-    levelled = log_ratio if level == "token" else segment_mean(log_ratio, mask, seqs)[seqs.owner]
-    ratio = levelled.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return Tokens(seqs=seqs, logps=logps, log_ratio=log_ratio, ratio=ratio, advantages=advantages)
+    old = logps if rollouts.old_logps is None else rollouts.old_logps
+    log_ratio = levelled = select(wide(logps) - old.detach(), mask)
+    if level != "token":
+        levelled = segment_mean(log_ratio, mask, seqs)[seqs.owner]
+    if level == "sequence-token":
+        # the sequence's value, the token's gradient: r_seq x pi / sg(pi)
+        levelled = levelled.detach() + (log_ratio - log_ratio.detach())
+    assert rollouts.advantages is not None
+    advantages = select(rollouts.advantages, mask).detach()
+    return Tokens(seqs=seqs, mask=mask, raw_logps=logps, log_ratio=log_ratio, level=levelled, advantages=advantages)
 
 
 # What the contributions of `plugins/builtin.py` name: called with the settings, each gives its objective.
@@ -138,7 +253,12 @@ dr_grpo = partial(PolicyObjective, PRESETS["dr-grpo"])
 bnpo = partial(PolicyObjective, PRESETS["bnpo"])
 dapo = partial(PolicyObjective, PRESETS["dapo"])
 gspo = partial(PolicyObjective, PRESETS["gspo"])
+gspo_token = partial(PolicyObjective, PRESETS["gspo-token"])
+gmpo = partial(PolicyObjective, PRESETS["gmpo"])
 cispo = partial(PolicyObjective, PRESETS["cispo"])
+dppo = partial(PolicyObjective, PRESETS["dppo"])
 sapo = partial(PolicyObjective, PRESETS["sapo"])
 vespo = partial(PolicyObjective, PRESETS["vespo"])
 luspo = partial(PolicyObjective, PRESETS["luspo"])
+maxrl = partial(PolicyObjective, PRESETS["maxrl"])
+composer2 = partial(PolicyObjective, PRESETS["composer2"])

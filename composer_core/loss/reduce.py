@@ -19,12 +19,28 @@ from composer_core.errors import RunFailed
 from composer_core.protocols import Aggregation
 
 
+def check_shapes(rule: str, **tensors: Tensor) -> None:
+    """Raise ValueError unless all have one shape: broadcasting would turn a slip into a wrong number.
+
+    Example: ``check_shapes("one entry per token", logps=logps, mask=mask)``
+    """
+    if len({tensor.shape for tensor in tensors.values()}) > 1:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        raise ValueError(f"{shapes}: the shapes must be equal ({rule})")
+
+
 def select(values: Tensor, mask: Tensor) -> Tensor:
     """`values` where `mask` is true and 0 elsewhere, (N,), in at least float32.
 
     Use it BEFORE a non-linear step: `select(gap, mask).exp()` is clean in value and gradient, whereas
     `select(gap.exp(), mask)` has a NaN gradient where a masked gap overflows (0 x inf in exp's backward).
+
+    Raises:
+        ValueError: the shapes differ, or the mask is not bool.
     """
+    check_shapes("one entry each", values=values, mask=mask)
+    if mask.dtype is not torch.bool:
+        raise ValueError(f"mask must be torch.bool, got {mask.dtype}")
     wide = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
     return torch.where(mask, wide, torch.zeros((), dtype=wide.dtype, device=wide.device))
 
@@ -74,11 +90,17 @@ def aggregate(values: Tensor, mask: Tensor, seqs: Seqs, *, how: Aggregation) -> 
 
     A sequence without a selected token adds 0 to a mean over sequences and is still counted, as in TRL.
     """
+    return aggregate_selected(select(values, mask), mask, seqs, how=how)
+
+
+def aggregate_selected(values: Tensor, mask: Tensor, seqs: Seqs, *, how: Aggregation) -> Tensor:
+    """`aggregate` for token losses that are 0 outside the mask already, at one pass less over the tokens."""
     if how is Aggregation.TOKEN_MEAN_LOCAL:
-        return masked_mean(values, mask, count=mask.sum())
+        return values.sum() / mask.sum().clamp(min=1)
     if how is Aggregation.SEQUENCE_MEAN:
-        return segment_mean(values, mask, seqs).sum()
-    return masked_sum(values, mask)
+        tokens = segment_sum(mask.to(torch.float32), seqs)
+        return (segment_sum(values, seqs) / tokens.clamp(min=1)).sum()
+    return values.sum()
 
 
 def global_count(counts: Mapping[str, float], *names: str) -> float:

@@ -7,26 +7,30 @@ Letters: N tokens packed, S sequences, K hint tokens, V vocabulary, T longest se
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from composer_core.batch import Hints, Seqs
 from composer_core.errors import RunFailed
-from composer_core.loss.divergence import divergence
-from composer_core.protocols import Divergence, Model, Need
+from composer_core.loss.distributions import sampled_kl
+from composer_core.loss.heads import take_apart
+from composer_core.loss.outputs import Outputs, divergence_between
+from composer_core.loss.reduce import select
+from composer_core.loss.teachers import Teacher
+from composer_core.protocols import Divergence, Model, Need, Support
 
 
 class ModelView:
     """A Hugging Face causal LM (anything called with ids and mask that returns `.logits`) seen by losses.
 
-    Make one per micro-batch: the policy's forward with gradient runs once for the same `Seqs` object and its logits
-    are kept as long as the view lives, so a loss from it can be backpropagated once. Rows of padding are never
-    projected into a loss. The exact dense form: a divergence holds (K, V) in memory.
+    Make one per micro-batch: the policy's forward with gradient runs once for the same `Seqs` object and its outputs
+    are kept as long as the view lives, so a loss from it can be backpropagated once. Models of a known type are taken
+    apart (`heads.py`) and never hold logits of all tokens; others are computed from their logits, with a warning.
     """
 
     def __init__(
@@ -34,15 +38,22 @@ class ModelView:
         policy: nn.Module,
         *,
         rollouts: Seqs | None,
-        teacher: nn.Module | None = None,
-        reference: nn.Module | None = None,
+        teacher: nn.Module | Teacher | None = None,
+        reference: nn.Module | Teacher | None = None,
         pad_id: int = 0,
     ) -> None:
-        self._models: dict[Model, nn.Module | None] = {"policy": policy, "teacher": teacher, "reference": reference}
+        self._models: dict[Model, nn.Module | Teacher | None] = {
+            "policy": policy,
+            "teacher": teacher,
+            "reference": reference,
+        }
         self._rollouts = rollouts
         self._pad_id = pad_id
-        # the Seqs are kept beside their logits: identity is only a key while the object lives
-        self._forwards: list[tuple[Seqs, Tensor]] = []
+        # the Seqs are kept beside their outputs: identity is only a key while the object lives
+        self._forwards: list[tuple[Seqs, Model, bool, Outputs]] = []
+        self._logps: list[tuple[Seqs, Model, bool, float, Tensor]] = []
+        self.anchors: list[Tensor] = []
+        """See `watch.Anchored`."""
 
     def logps(self, seqs: Seqs, *, model: Model = "policy", grad: bool, temperature: float) -> Tensor:
         """See `protocols.PolicyView`: (N,), in at least float32.
@@ -50,78 +61,96 @@ class ModelView:
         Raises:
             RunFailed: the view has no such model.
         """
-        logits = self._logits(seqs, model=model, grad=grad)
-        parts = []
-        for s, (start, stop) in enumerate(pairwise(seqs.cu.tolist())):
-            if start == stop:
-                continue
-            rows = _scaled(logits[s, : stop - start - 1], temperature)
-            picked = rows.gather(-1, seqs.ids[start + 1 : stop, None]).squeeze(-1)
-            # not log_softmax: its (T, V) result would be kept for one entry of each row
-            parts += [rows.new_zeros(1), picked - rows.logsumexp(-1)]
-        # without any token the result must still be joined to the graph
-        return torch.cat(parts) if parts else logits[:0].flatten()
+        for known, known_model, known_grad, known_temperature, logps in self._logps:
+            if known is seqs and (known_model, known_grad, known_temperature) == (model, grad, temperature):
+                return logps
+        with self._grad_mode(model, grad=grad):
+            outputs = self._outputs(seqs, model=model, grad=grad)
+            at = (~seqs.first).nonzero().flatten()
+            picked = outputs.logps(at, temperature=temperature)
+            # scattered into zeros: nothing predicts a first token
+            logps = picked.new_zeros(seqs.ids.shape).index_put((at,), picked)
+        self._logps.append((seqs, model, grad, temperature, logps))
+        return logps
 
     def divergence(self, hints: Hints, spec: Divergence, *, teacher: Model = "policy") -> Tensor:
-        """See `protocols.PolicyView`: (K,). The teacher reads `hints.seqs`, the student the view's rollouts.
+        """See `protocols.PolicyView`: (K,), 0 for filler. The teacher reads `hints.seqs`, the student the rollouts.
 
-        Both forwards run whatever the weights are, so that a rank without hints does as the others do.
+        Backpropagate the values times `hints.weight` times one number: gradients are formed for those. Both forwards
+        run whatever the weights are, so that a rank without hints does as the others do.
 
         Raises:
             RunFailed: the view has no rollouts, or student and teacher tokens are not the same.
         """
-        if self._rollouts is None:
-            raise RunFailed("a divergence needs rollouts, and this view has none: hints point at their tokens")
-        _check_same_tokens(hints, self._rollouts)
-        student = _rows(self._logits(self._rollouts, model="policy", grad=True), self._rollouts, hints.student)
-        taught = _rows(self._logits(hints.seqs, model=teacher, grad=False), hints.seqs, hints.teacher)
-        return divergence(student, taught, spec)
+        rollouts = _given(self._rollouts)
+        _check_same_tokens(hints, rollouts)
+        student = self._outputs(rollouts, model="policy", grad=True)
+        with self._grad_mode(teacher, grad=False):
+            taught = self._outputs(hints.seqs, model=teacher, grad=False)
+        rows = student.rows(hints.student)
+        self.anchors.append(rows)
+        ids = rollouts.ids[hints.student] if spec.support is Support.SAMPLED else None
+        return divergence_between(student, taught, hints, spec, rows=rows, sampled_ids=ids)
 
     def logits(self, seqs: Seqs, at: Tensor, *, model: Model = "policy", grad: bool, temperature: float) -> Tensor:
         """See `protocols.PolicyView`: (len(at), V), divided by the temperature, in at least float32."""
-        return _scaled(_rows(self._logits(seqs, model=model, grad=grad), seqs, at), temperature)
+        with self._grad_mode(model, grad=grad):
+            return self._outputs(seqs, model=model, grad=grad).logits(at, temperature=temperature)
 
-    def _logits(self, seqs: Seqs, *, model: Model, grad: bool) -> Tensor:
-        """(S, T, V) of right-padded sequences, in the model's dtype."""
-        network = self._models[model]
-        if network is None:
+    def _outputs(self, seqs: Seqs, *, model: Model, grad: bool) -> Outputs:
+        """The model's forward on right-padded sequences, or what an earlier one gave."""
+        for known, known_model, known_grad, outputs in self._forwards:
+            if known is seqs and (known_model, known_grad) == (model, grad):
+                return outputs
+        outputs = self._forward(self._network(model), seqs)
+        if grad or outputs.head is not None:  # logits without gradient would be kept for nothing
+            self._forwards.append((seqs, model, grad, outputs))
+        return outputs
+
+    def _network(self, model: Model) -> nn.Module:
+        found = self._models[model]
+        if found is None:
             raise RunFailed(f"a loss asks for the {model} model, and this trainer was given none")
-        if not grad:
-            with torch.no_grad(), _evaluating(network):
-                return self._forward(network, seqs)
-        if model != "policy":
-            return self._forward(network, seqs)
-        for known, logits in self._forwards:
-            if known is seqs:
-                return logits
-        logits = self._forward(network, seqs)
-        self._forwards.append((seqs, logits))
-        return logits
+        return found.network if isinstance(found, Teacher) else found
 
-    def _forward(self, network: nn.Module, seqs: Seqs) -> Tensor:
+    @contextmanager
+    def _grad_mode(self, model: Model, *, grad: bool) -> Iterator[None]:
+        """Without gradient: no dropout either, and a teacher's own conditions."""
+        found = self._models[model]
+        with found.reading() if isinstance(found, Teacher) else nullcontext():
+            if grad:
+                yield
+            else:
+                with torch.no_grad(), _evaluating(self._network(model)):
+                    yield
+
+    def _forward(self, network: nn.Module, seqs: Seqs) -> Outputs:
         ids, mask = seqs.padded(self._pad_id)
         if not ids.numel():  # nothing here, yet the other ranks run a forward: one padding token joins them
             ids, mask = ids.new_full((1, 1), self._pad_id), mask.new_ones((1, 1))
         # an empty sequence among others would leave its row nothing to attend to, which is NaN in some kernels
         mask[:, 0] = True
-        logits: Tensor = network(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
-        return logits
+        parts = take_apart(network)
+        inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
+        if parts is not None:
+            return Outputs(seqs, parts.backbone(**inputs).last_hidden_state, parts.head)
+        _tell_dense(network)
+        return Outputs(seqs, network(**inputs).logits, None)
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    return wide if temperature == 1 else wide / temperature
+def _given(rollouts: Seqs | None) -> Seqs:
+    if rollouts is None:
+        raise RunFailed("a divergence needs rollouts, and this view has none: hints point at their tokens")
+    return rollouts
 
 
-def _rows(logits: Tensor, seqs: Seqs, at: Tensor) -> Tensor:
-    """Rows of (S, T, V) logits that predict the tokens at flat indices `at`, (len(at), V).
-
-    A filler that points at a first token, which nothing predicts, gets the row of that token itself.
-    """
-    if not at.numel():
-        return logits.reshape(-1, logits.shape[-1])[:0]
-    sequence = seqs.owner[at]
-    return logits[sequence, (at - seqs.cu[sequence] - 1).clamp(min=0)]
+def _tell_dense(network: nn.Module) -> None:
+    # Python shows a warning once per text and place, which is as often as it should be said
+    warnings.warn(
+        f"{type(network).__name__} is no model type that composer_core.loss.heads knows: losses are computed from the "
+        "logits of all tokens, which is exact and needs more memory",
+        stacklevel=2,
+    )
 
 
 def _check_same_tokens(hints: Hints, rollouts: Seqs) -> None:
@@ -168,8 +197,12 @@ class LeafView:
     trainer that only weights log-probs can run every channel which needs `Need.LOGPS` and `Need.PAIRS` alone.
     """
 
-    def __init__(self, known: Sequence[KnownLogps], *, temperature: float) -> None:
+    def __init__(self, known: Sequence[KnownLogps], *, temperature: float, rollouts: Seqs | None = None) -> None:
+        """`rollouts` are the sequences that hints point at, for a sampled divergence."""
         self._temperature = temperature
+        self._rollouts = rollouts
+        self.anchors: list[Tensor] = []
+        """See `watch.Anchored`."""
         self._known = [(k.seqs, k.model, k.logps.detach().clone().requires_grad_(k.model == "policy")) for k in known]
 
     def logps(self, seqs: Seqs, *, model: Model = "policy", grad: bool, temperature: float) -> Tensor:
@@ -189,8 +222,19 @@ class LeafView:
         raise RunFailed(f"a loss asks for {model} log-probs of sequences that this trainer has none of")
 
     def divergence(self, hints: Hints, spec: Divergence, *, teacher: Model = "policy") -> Tensor:
-        """Refused: log-probs of sampled tokens do not determine it."""
-        raise self._refusal("divergence", Need.DIVERGENCE_FULL)
+        """The sampled estimate, (K,), 0 for filler; log-probs of sampled tokens determine no other.
+
+        Raises:
+            RunFailed: another support, target or gate is asked for, or tokens are not the same.
+        """
+        if spec.support is not Support.SAMPLED or spec.taid is not None or spec.gate is not None:
+            raise self._refusal("divergence", Need.DIVERGENCE_FULL)
+        rollouts = _given(self._rollouts)
+        _check_same_tokens(hints, rollouts)
+        own = self.logps(rollouts, grad=True, temperature=spec.temperature)[hints.student]
+        taught = self.logps(hints.seqs, model=teacher, grad=False, temperature=spec.temperature)[hints.teacher]
+        self.anchors.append(own)
+        return select(sampled_kl(own, taught), hints.weight != 0)
 
     def logits(self, seqs: Seqs, at: Tensor, *, model: Model = "policy", grad: bool, temperature: float) -> Tensor:
         """Refused, as there is no model."""

@@ -1,4 +1,4 @@
-"""Seven fixed rollouts, three channels, any objective: one process's gradients, or one rank's of two.
+"""Seven fixed rollouts, all channels, any objective: one process's gradients, or one rank's of two.
 
 As a program (`fixed_rollouts.py RANK FOLDER MODEL`) it is a rank: it takes its share of the sequences, meets the
 other over gloo and writes its gradients and metrics to FOLDER.
@@ -19,6 +19,10 @@ from acme_composer.channel import Brevity as AcmeBrevity
 from acme_composer.plugin import BrevitySettings
 
 from composer_core.batch import Batch, Rollouts, Seqs
+from composer_core.channels.replay import Replay
+from composer_core.channels.rows import Segment, pack, pair_row
+from composer_core.channels.sdpo import Sdpo
+from composer_core.channels.settings import ReplaySettings, SdpoSettings
 from composer_core.hf.models import load_policy
 from composer_core.loss.composite import ActiveChannel, CompositeLoss
 from composer_core.loss.policy import PolicyObjective
@@ -37,14 +41,44 @@ COMPLETIONS = [[30 + (7 * i + j) % 50 for j in range(n)] for i, n in enumerate([
 REWARDS = [0.0, 0.5, 0.25, 1.0, 1.0, 1.0, 1.0]
 SHARES = ([0, 1, 2], [3, 4, 5, 6])
 SPLITS = ([[0], [1, 2]], [[3], [0, 1, 2]])
+HINT = [90, 91]
+# answers of lengths 1 to 4; three pairs in a step, so that two ranks and four micro-batches share them unequally
+PAIRS = [pair_row(PROMPTS[i], [40 + i] * (i + 1), [50, 51], reference=(-4.5 * (i + 1), -9.5)) for i in range(4)]
+
+
+class Hinted(Sdpo):
+    """A hint between prompt and answer, as `traces/rows.py` puts it, without a tokenizer."""
+
+    def prepare(self, rollout):
+        """For rollouts that failed."""
+        actions = [i for i, action in enumerate(rollout.action) if action]
+        if rollout.reward >= self.settings.success or not actions:
+            return None
+        prompt = len(rollout.prompt_ids)
+        segment = Segment(
+            teacher_ids=[*rollout.prompt_ids, *HINT, *rollout.completion_ids],
+            student=[prompt + i for i in actions],
+            teacher=[prompt + len(HINT) + i for i in actions],
+            weight=[1.0 + i for i in range(len(actions))],
+        )
+        return pack([segment], rollout)
+
+
+def replay() -> Replay:
+    """With its pairs."""
+    channel = Replay(ReplaySettings(pairs_per_step=3, beta=0.5))
+    channel.take_pairs(PAIRS)
+    return channel
 
 
 def composite(objective: str) -> CompositeLoss:
-    """The objective with a KL, the two fakes and the third party's channel."""
+    """The objective with a KL and all channels."""
     channels = [
         ActiveChannel("fake-brevity", 0.05, Brevity()),
         ActiveChannel("hint-fake", 2.0, HintFake()),
         ActiveChannel("brevity", 0.02, AcmeBrevity(BrevitySettings(free=4))),
+        ActiveChannel("sdpo", 3.0, Hinted(SdpoSettings())),
+        ActiveChannel("replay", 0.5, replay()),
     ]
     return CompositeLoss(channels, PolicyObjective(PRESETS[objective], OBJECTIVE_SETTINGS[objective](kl_coef=0.1)))
 
@@ -66,14 +100,18 @@ def rollouts() -> Rollouts:
     )
 
 
-def gradients(model: Path, objective: str, *, share=range(7), splits) -> tuple[dict[str, torch.Tensor], dict]:
+def gradients(
+    model: Path, objective: str, *, share=range(7), splits, rank: int = 0, world: int = 1
+) -> tuple[dict[str, torch.Tensor], dict]:
     """Gradients by parameter, and the metrics, from a share of the rollouts in the micro-batches given."""
     policy, loss = load_policy(model, dtype="float32").train(), composite(objective)
+    teacher = load_policy(model, dtype="float32").requires_grad_(False)
     texts = [RolloutText(str(i), PROMPTS[i], COMPLETIONS[i], _action(i), REWARDS[i]) for i in share]
     prepared = [loss.prepare(text) for text in texts]
     rows = {active.name: [row[active.name] for row in prepared] for active in loss.active}
+    rows |= loss.draw(1, rank, world)
     window = Window(rollouts=take(rollouts(), share), rows=rows, splits=splits, longest=9)
-    metrics = accumulate_gradients(policy, loss, window, base=Batch(temperature=0.8))
+    metrics = accumulate_gradients(policy, loss, window, base=Batch(temperature=0.8), reference=teacher)
     return {name: parameter.grad for name, parameter in policy.named_parameters()}, metrics
 
 
@@ -86,7 +124,7 @@ def _rank(rank: int, folder: Path, model: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     for objective in OBJECTIVES:
-        found, metrics = gradients(model, objective, share=SHARES[rank], splits=SPLITS[rank])
+        found, metrics = gradients(model, objective, share=SHARES[rank], splits=SPLITS[rank], rank=rank, world=2)
         save_file(found, folder / f"{objective}-{rank}.safetensors")
         (folder / f"{objective}-{rank}.json").write_text(json.dumps(metrics))
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """The toy trainer's gradients do not depend on micro-batches, their raggedness, or the number of ranks.
 
-Two fake channels and a third party's beside each aggregation; every parameter's gradient within 1e-5.
+The core's channels, two fakes and a third party's beside each aggregation; every parameter's gradient within 1e-5.
 """
 
 import importlib.util
@@ -69,8 +69,13 @@ def test_two_ranks_have_the_gradients_of_one(objective, whole, two_ranks, rank):
 
 def test_every_channel_took_part(whole):
     _, metrics = whole
-    for channel in ("fake-brevity", "hint-fake", "brevity"):
+    for channel in ("fake-brevity", "hint-fake", "brevity", "sdpo", "replay"):
         assert metrics[f"loss/{channel}"] != 0
+        assert metrics[f"grad_norm/{channel}"] > 0
+    assert metrics["active/sdpo"] == pytest.approx(3 / 7)
+    assert metrics["tokens/sdpo"] == 5 + 2 + 7
+    assert metrics["active/replay"] == 1.0
+    assert metrics["sdpo/hint_gain"] != 0
     assert metrics["active/hint-fake"] == pytest.approx(3 / 7)
     assert metrics["active/brevity"] == pytest.approx(4 / 7)  # lengths 5, 7, 9, 6 exceed 4
     assert metrics["tokens/hint-fake"] == 5 + 2 + 7

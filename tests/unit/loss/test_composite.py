@@ -7,7 +7,9 @@ from composer_core.batch import Batch, Hints, Pairs, Rollouts, Seqs
 from composer_core.errors import RunFailed, UsageError
 from composer_core.loss.channel import ChannelDefaults
 from composer_core.loss.composite import ActiveChannel, CompositeLoss
-from composer_core.protocols import Aggregation, LossChannel, RolloutText, Term
+from composer_core.loss.teachers import SelfTeacher
+from composer_core.loss.views import KnownLogps, LeafView
+from composer_core.protocols import Aggregation, LossChannel, Need, RolloutText, Term
 
 SEQS = Seqs.from_lists([[5, 6], [5]])
 BASE = Batch(rollouts=Rollouts(SEQS, action=torch.tensor([False, True, False])), step=7)
@@ -240,3 +242,147 @@ def test_loss_alone_is_a_whole_channel():
     assert channel.count(None) == {}
     assert channel.collate([{}], BASE.rollouts) == {}
     assert channel.divergences(0) == ()
+
+
+# -- what a channel did to the gradient, and where it broke --
+
+
+class Weighted(ChannelDefaults):
+    """The sum of factor x log-prob."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def loss(self, view, batch):
+        return Term((view.logps(SEQS, grad=True, temperature=1.0) * self.factor).sum(), "tokens")
+
+
+def _leaf_view(logps=(0.0, -1.0, 0.0)):
+    return LeafView([KnownLogps(SEQS, torch.tensor(logps))], temperature=1.0)
+
+
+def test_grad_norms_are_each_channels_own_and_known_after_the_backward():
+    loss = _loss(a=(0.5, Weighted(torch.tensor([0.0, 3.0, 4.0]))), b=(2.0, Weighted(1.0)))
+    view = _leaf_view()
+    batch = Batch(rollouts=BASE.rollouts, counts={"tokens": 10.0})
+    parts = loss.channels(view, {"a": batch, "b": batch})
+    assert not any(key.startswith("grad_square") for key in parts.sums())
+    # a backend multiplies by the number of ranks: that is not the channel's doing
+    view.coefficients(4 * parts.total)
+    norms = loss.metrics({key: float(value) for key, value in parts.sums().items()}, batch.counts)
+    assert norms["grad_norm/a"] == pytest.approx(0.5 * 5 / 10)  # weight x |(0, 3, 4)| / count
+    assert norms["grad_norm/b"] == pytest.approx(2 * 3**0.5 / 10)
+
+
+def test_a_channel_without_a_gradient_has_norm_zero_and_one_without_the_model_none():
+    loss = _loss(still=(1.0, Weighted(0.0)), apart=(1.0, Constant(6.0)))
+    view, batch = _leaf_view(), Batch(rollouts=BASE.rollouts, counts={"tokens": 1.0})
+    parts = loss.channels(view, {"still": batch, "apart": batch})
+    parts.total.backward()
+    metrics = loss.metrics({key: float(value) for key, value in parts.sums().items()}, batch.counts)
+    assert metrics["grad_norm/still"] == 0.0
+    assert "grad_norm/apart" not in metrics
+
+
+def test_metrics_carry_weight_share_and_tokens_of_each_channel():
+    loss = _loss(a=(0.5, Constant(metrics={"gap": torch.tensor(9.0)})))
+    counts = {"tokens": 3.0, "a.rows": 8.0, "a.active": 2.0}
+    parts = loss.channels(None, {"a": Batch(counts=counts)})
+    sums = {key: float(value) for key, value in parts.sums().items()}
+    assert loss.metrics(sums, counts) == {
+        "loss/a": 2.0,
+        "a/gap": 3.0,
+        "weight/a": 0.5,
+        "active/a": 0.25,
+        "tokens/a": 3.0,
+    }
+
+
+def test_a_bad_token_is_named_with_its_row_and_place():
+    rollouts = Rollouts(SEQS, action=torch.tensor([False, True, False]), uid=("7-0-0", "7-0-1"))
+    with pytest.raises(RunFailed) as caught:
+        _loss(a=(1.0, Weighted(1.0))).channels(
+            _leaf_view((0.0, math.nan, 0.0)), {"a": Batch(rollouts=rollouts, counts={"tokens": 1.0}, step=7)}
+        )
+    assert str(caught.value).splitlines()[0] == (
+        "the loss of 'a' is nan at step 7: the policy log-prob of row 0 (7-0-0), token 1 (id 6), is not finite"
+    )
+
+
+def test_where_steps_are_skipped_a_bad_loss_is_reported_and_not_raised():
+    active = [ActiveChannel("a", 1.0, Constant(math.nan)), ActiveChannel("b", 1.0, Constant(1.0))]
+    loss = CompositeLoss(active, NoObjective(), on_nonfinite="skip")
+    parts = _compute(loss, tokens=3.0)
+    assert not parts.finite
+    assert math.isnan(parts.terms["a"].value)
+    assert _compute(_loss(b=(1.0, Constant(1.0))), tokens=3.0).finite
+
+
+# -- rows of its own --
+
+
+class Drawing(Constant):
+    rows_per_step = 5
+
+    def draw(self, step, rank, world):
+        return [{"n": float(i)} for i in range(rank, 5, world)]
+
+
+def test_drawn_rows_are_dealt_out_and_those_of_rollouts_go_with_them():
+    loss = _loss(a=(1.0, Constant()), d=(1.0, Drawing()))
+    rows = {"a": [{"r": 0}, {"r": 1}, {"r": 2}], **loss.draw(3, 0, 1)}
+    first, second = loss.split(rows, [[2], [0, 1]])
+    assert first == {"a": [{"r": 2}], "d": [{"n": 0.0}, {"n": 2.0}, {"n": 4.0}]}
+    assert second == {"a": [{"r": 0}, {"r": 1}], "d": [{"n": 1.0}, {"n": 3.0}]}
+
+
+def test_ranks_share_drawn_rows_and_channels_without_any_are_not_asked():
+    loss = _loss(a=(1.0, Constant()), d=(1.0, Drawing()))
+    assert [loss.draw(3, rank, 2) for rank in (0, 1)] == [
+        {"d": [{"n": 0.0}, {"n": 2.0}, {"n": 4.0}]},
+        {"d": [{"n": 1.0}, {"n": 3.0}]},
+    ]
+
+
+# -- what the plan decided --
+
+
+class Wanting(Constant):
+    def __init__(self, teacher=None):
+        super().__init__()
+        self.teacher, self.told = teacher, []
+
+    def planned(self, needs):
+        self.told.append(needs)
+
+
+def test_a_channel_is_told_which_of_its_alternatives_was_planned():
+    channel, untold = Wanting(), Wanting()
+    chosen = frozenset({Need.DIVERGENCE_TOPK})
+    CompositeLoss([ActiveChannel("a", 1.0, channel, chosen), ActiveChannel("b", 1.0, untold)], NoObjective())
+    assert (channel.told, untold.told) == ([chosen], [])
+
+
+def test_the_trainer_learns_which_teacher_to_make():
+    ema = SelfTeacher("ema", 0.1)
+    assert _loss(a=(1.0, Constant()), b=(1.0, Wanting(ema)), c=(1.0, Wanting(ema))).teacher == ema
+    assert _loss(a=(1.0, Constant())).teacher is None
+
+
+def test_two_teachers_are_refused():
+    loss = _loss(b=(1.0, Wanting(SelfTeacher("ema"))), c=(1.0, Wanting(SelfTeacher("frozen"))))
+    with pytest.raises(UsageError) as caught:
+        _ = loss.teacher
+    assert str(caught.value) == (
+        "loss.channels: the channels want different teachers: 'b' wants ema weights and 'c' wants frozen weights"
+    )
+
+
+def test_a_stateful_channel_finds_its_own_metrics_under_bare_names():
+    class Listening(Schedule):
+        def on_step_end(self, step, metrics):
+            self.t = metrics["loss"]
+
+    channel = Listening()
+    _loss(b=(1.0, channel)).on_step_end(1, {"loss/b": 0.25, "loss/total": 9.0})
+    assert channel.t == 0.25

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from composer_core.loss.distributions import sampled_kl, sampled_surrogate
 from composer_core.loss.divergence import divergence
-from composer_core.protocols import Divergence, DivergenceKind
+from composer_core.protocols import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 
 SPECS = [
     Divergence(kind=DivergenceKind.KL_TEACHER_STUDENT),
@@ -181,3 +182,136 @@ def test_two_vocabularies_are_refused():
     assert str(caught.value) == (
         "student logits (2, 5) and teacher logits (2, 6) must both be (K, V) of one vocabulary"
     )
+
+
+@every_spec
+def test_log_probabilities_far_below_the_floor_of_excluded_entries_count_in_full(spec):
+    # q = (1, e^-8000), p = (e^-8000, 1): either KL is 8000 nats, JSD a two-way choice's entropy
+    student, teacher = np.array([[8000.0, 0.0]]), np.array([[0.0, 8000.0]])
+    value, _ = _ours(student, teacher, spec, dtype=torch.float32)
+    binary = -spec.beta * math.log(spec.beta) - (1 - spec.beta) * math.log(1 - spec.beta)
+    expected = binary if spec.kind is DivergenceKind.JSD else 8000 / spec.temperature
+    assert value.item() == pytest.approx(expected, rel=1e-5)
+
+
+@every_spec
+def test_the_clip_bounds_the_value_after_the_sum_and_stops_the_gradient_of_clipped_tokens_only(spec, logits):
+    value, gradient = _ours(*logits, spec)
+    clip = value.median().item()
+    fields = {name: getattr(spec, name) for name in ("kind", "beta", "temperature")}
+    clipped, after = _ours(*logits, Divergence(**fields, clip=clip))
+    over = value > clip
+    assert over.any()
+    assert not over.all()
+    torch.testing.assert_close(clipped, value.clamp(max=clip))
+    assert (after[over] == 0).all()
+    torch.testing.assert_close(after[~over], gradient[~over])
+
+
+SAMPLED = Divergence(kind=DivergenceKind.KL_STUDENT_TEACHER, support=Support.SAMPLED)
+
+
+def test_the_sampled_value_is_log_q_minus_log_p_and_averages_to_the_kl(logits):
+    student, teacher = (torch.tensor(x[:1]).repeat(7, 1) for x in logits)  # every token of the vocabulary once
+    values = divergence(student, teacher, SAMPLED, sampled_ids=torch.arange(7))
+    exact = divergence(student[:1], teacher[:1], Divergence(kind=DivergenceKind.KL_STUDENT_TEACHER))
+    torch.testing.assert_close(values, student.log_softmax(-1).diagonal() - teacher.log_softmax(-1).diagonal())
+    torch.testing.assert_close((student[0].softmax(-1) * values).sum(), exact[0])
+
+
+def test_the_sampled_gradient_averages_to_the_gradient_of_the_kl(logits):
+    student = torch.tensor(logits[0][:1], requires_grad=True)
+    teacher = torch.tensor(logits[1][:1])
+    values = divergence(student.repeat(7, 1), teacher.repeat(7, 1), SAMPLED, sampled_ids=torch.arange(7))
+    (ours,) = torch.autograd.grad((student.detach()[0].softmax(-1) * values).sum(), student)
+    exact = divergence(student, teacher, Divergence(kind=DivergenceKind.KL_STUDENT_TEACHER))
+    torch.testing.assert_close(ours, torch.autograd.grad(exact.sum(), student)[0])
+
+
+def test_the_published_surrogate_has_the_same_gradient_and_another_value():
+    log_q, log_p = torch.tensor([-2.0], requires_grad=True), torch.tensor([-0.5])
+    for form, value in ((sampled_kl, -1.5), (sampled_surrogate, 3.0)):  # -1.5 and -1.5 x -2
+        result = form(log_q, log_p)
+        assert result.item() == value
+        assert torch.autograd.grad(result.sum(), log_q)[0].item() == -1.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"beta": 1.0},
+            "jsd needs 0 < beta < 1, got 1.0: at the ends it is a plain KL, use kl_teacher_student (0) or "
+            "kl_student_teacher (1)",
+        ),
+        ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
+        ({"clip": 0.0}, "clip must be > 0, got 0.0"),
+        ({"taid": 1.1}, "taid must be in [0, 1], got 1.1"),
+        ({"k": 3}, "k is for the top-k supports and they need it: support full, k 3"),
+        (
+            {"support": Support.TOPK_UNION},
+            "k is for the top-k supports and they need it: support topk_union, k None",
+        ),
+        ({"support": Support.TOPK_TEACHER, "k": 0}, "k must be >= 1, got 0"),
+        ({"tail": False}, "tail is for the top-k supports, got tail False with support full"),
+        (
+            {"support": Support.SAMPLED},
+            "the sampled support estimates kl_student_teacher only, as the tokens are the student's; got jsd",
+        ),
+        (
+            {"support": Support.SAMPLED, "kind": DivergenceKind.KL_STUDENT_TEACHER, "clip": 1.0},
+            "clip bounds a divergence; with support sampled the value is an estimate of either sign",
+        ),
+        (
+            {"gate": PaperGate()},
+            "a gate adds KL(teacher || student) to kl_student_teacher and needs that kind, got jsd",
+        ),
+        (
+            {"support": Support.SAMPLED, "kind": DivergenceKind.KL_STUDENT_TEACHER, "gate": SoftGate()},
+            "the soft gate needs KL(teacher || student), which the student's samples do not give",
+        ),
+    ],
+)
+def test_a_spec_that_means_nothing_is_refused(fields, message):
+    with pytest.raises(ValueError) as caught:
+        Divergence(**fields)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SoftGate(h_max=0.0), "h_max must be > 0 nats, got 0.0"),
+        (lambda: PaperGate(tau=-1.0), "tau and alpha must be >= 0, got tau -1.0, alpha 1.0"),
+        (lambda: PaperGate(k=0), "k must be >= 1, got 0"),
+    ],
+    ids=["h-max", "tau", "k"],
+)
+def test_a_gate_out_of_range_is_refused(make, message):
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("spec", "sampled_ids", "message"),
+    [
+        (SAMPLED, None, "sampled_ids are for the sampled support and needed there: missing with sampled"),
+        (
+            Divergence(),
+            torch.zeros(2, dtype=torch.int64),
+            "sampled_ids are for the sampled support and needed there: given with full",
+        ),
+        (
+            SAMPLED,
+            torch.zeros(3, dtype=torch.int64),
+            "sampled_ids (3,) torch.int64 must be (2,) torch.int64, one id per token",
+        ),
+        (SAMPLED, torch.tensor([0, 5]), "sampled_ids must be in [0, 5), got 0 to 5"),
+    ],
+    ids=["missing", "not-wanted", "count", "range"],
+)
+def test_sampled_ids_that_do_not_fit_are_refused(spec, sampled_ids, message):
+    with pytest.raises(ValueError) as caught:
+        divergence(torch.zeros(2, 5), torch.zeros(2, 5), spec, sampled_ids=sampled_ids)
+    assert str(caught.value) == message

@@ -1,7 +1,11 @@
-"""Clip rules and advantages on numbers worked by hand; that each preset equals TRL is tests/parity/."""
+"""The objective around the formulas: what it reads, weighs, logs and refuses.
+
+That each preset equals TRL is tests/parity/; the pure function is in test_policy_loss.py.
+"""
 
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +13,6 @@ import torch
 from composer_core.batch import Batch, Rollouts, Seqs
 from composer_core.errors import RunFailed
 from composer_core.loss import policy as objectives
-from composer_core.loss.clip import Tokens, cispo, k3, ppo, sapo, vespo
-from composer_core.loss.policy import group_advantages
 from composer_core.loss.presets import PRESETS
 from composer_core.loss.views import KnownLogps, LeafView
 from composer_core.plugins.builtin_settings import OBJECTIVE_SETTINGS
@@ -29,130 +31,6 @@ def test_every_preset_has_an_objective_that_its_contribution_can_load(preset):
     assert objective.aggregation is PRESETS[preset].aggregation
 
 
-# -- clip rules --------------------------------------------------------------------------------------------------------
-
-
-def _tokens(ratio, advantage, logp=-1.0):
-    """One token; its ratio carries the gradient."""
-    ratio = torch.tensor([ratio], requires_grad=True)
-    logps = torch.tensor([logp], requires_grad=True)
-    seqs = Seqs.from_lists([[5]])
-    return Tokens(seqs=seqs, logps=logps, log_ratio=ratio.log(), ratio=ratio, advantages=torch.tensor([advantage]))
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "slope"),
-    [
-        # inside the trust region: -r A
-        (1.1, 2.0, -2.2, -2.0),
-        # a good token already risen beyond 1 + 0.3: -1.3 A, no gradient
-        (1.5, 2.0, -2.6, 0.0),
-        # a good token that fell: pulled back at full strength
-        (0.5, 2.0, -1.0, -2.0),
-        # a bad token already fallen below 1 - 0.2: 0.8 x 2, no gradient
-        (0.5, -2.0, 1.6, 0.0),
-        # a bad token that rose: pushed down at full strength
-        (1.5, -2.0, 3.0, 2.0),
-        # a bad token that rose beyond delta 4: 4 x 2, no gradient
-        (9.0, -2.0, 8.0, 0.0),
-    ],
-)
-def test_ppo_clips_on_the_side_that_would_go_on(ratio, advantage, loss, slope):
-    tokens = _tokens(ratio, advantage)
-    value, _ = ppo(tokens, epsilon=0.2, epsilon_high=0.3, delta=4.0)
-    value.sum().backward()
-    assert value.item() == pytest.approx(loss)
-    assert tokens.ratio.grad.item() == pytest.approx(slope)
-
-
-def test_ppo_flags_the_tokens_it_clipped():
-    tokens = _tokens(0.5, -2.0)
-    _, flags = ppo(tokens, epsilon=0.2, epsilon_high=None, delta=None)
-    assert {name: flag.tolist() for name, flag in flags.items()} == {"clip_low": [True], "clip_high": [False]}
-
-
-def test_cispo_weights_the_log_prob_by_a_capped_constant():
-    tokens = _tokens(9.0, 2.0, logp=-0.5)
-    value, flags = cispo(tokens, cap=5.0)
-    value.sum().backward()
-    assert value.item() == pytest.approx(5.0)  # -5 x 2 x -0.5
-    assert tokens.logps.grad.item() == pytest.approx(-10.0)  # -5 x 2
-    assert tokens.ratio.grad is None
-    assert flags["clip_high"].tolist() == [True]
-
-
-@pytest.mark.parametrize(("advantage", "tau"), [(2.0, 1.0), (-2.0, 1.05)])
-def test_sapo_has_the_plain_gradient_at_ratio_one(advantage, tau):
-    tokens = _tokens(1.0, advantage)
-    value, _ = sapo(tokens, temperature_positive=1.0, temperature_negative=1.05)
-    value.sum().backward()
-    assert value.item() == pytest.approx(-2 * advantage / tau)  # sigmoid(0) x 4 / tau
-    assert tokens.ratio.grad.item() == pytest.approx(-advantage)  # sigmoid'(0) = 1/4
-
-
-def test_vespo_weighs_a_token_by_the_density_of_its_whole_sequence():
-    # two tokens with log-ratios ln 2 and 0: w = 2, phi = e^3 x 2^2 x e^-6 = 4 e^-3 for A >= 0 (k 2, lambda 3)
-    log_ratio = torch.tensor([math.log(2), 0.0])
-    logps = torch.tensor([-1.0, -1.0], requires_grad=True)
-    tokens = Tokens(
-        seqs=Seqs.from_lists([[5, 5]]), logps=logps, log_ratio=log_ratio, ratio=log_ratio.exp(),
-        advantages=torch.tensor([1.0, 1.0]),
-    )  # fmt: skip
-    value, _ = vespo(tokens, k_positive=2, lambda_positive=3, k_negative=3, lambda_negative=2)
-    value.sum().backward()
-    assert logps.grad.tolist() == pytest.approx([-4 * math.exp(-3)] * 2)
-
-
-def test_k3_is_the_bregman_form_and_zero_with_zero_slope_at_the_reference():
-    # d = ln 2: e^d - d - 1 = 1 - ln 2
-    assert k3(torch.tensor(-2.0), torch.tensor(-2.0 + math.log(2))).item() == pytest.approx(1 - math.log(2))
-    logp = torch.tensor(-2.0, requires_grad=True)
-    value = k3(logp, torch.tensor(-2.0))
-    value.backward()
-    assert (value.item(), logp.grad.item()) == (0.0, 0.0)
-
-
-# -- advantages --------------------------------------------------------------------------------------------------------
-
-
-def _advantages(rewards, group, scale):
-    return group_advantages(torch.tensor(rewards), torch.tensor(group), scale=scale)[0].tolist()
-
-
-def test_group_scale_divides_by_the_unbiased_deviation_of_the_group():
-    # group 0: mean 0.5, deviations +-0.5, variance 0.5 / 1; group 7: mean 4, deviations +-2, variance 8 / 1
-    half, two = 0.5 / (math.sqrt(0.5) + 1e-4), 2 / (math.sqrt(8) + 1e-4)
-    assert _advantages([0.0, 2.0, 1.0, 6.0], [0, 7, 0, 7], "group") == pytest.approx([-half, -two, half, two])
-
-
-def test_batch_scale_divides_by_the_deviation_of_all_rewards():
-    # rewards 0 2 1 6: mean 2.25, squares 5.0625 + 0.0625 + 1.5625 + 14.0625 = 20.75, / 3
-    std = math.sqrt(20.75 / 3) + 1e-4
-    expected = [-0.5 / std, -2 / std, 0.5 / std, 2 / std]
-    assert _advantages([0.0, 2.0, 1.0, 6.0], [0, 7, 0, 7], "batch") == pytest.approx(expected)
-
-
-def test_no_scale_only_subtracts_the_mean():
-    assert _advantages([0.0, 2.0, 1.0, 6.0], [0, 7, 0, 7], "none") == [-0.5, -2.0, 0.5, 2.0]
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_equal_rewards_have_no_advantage(scale):
-    assert _advantages([0.1] * 7, [3] * 7, scale) == pytest.approx([0.0] * 7, abs=1e-9)
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_an_unrewarded_rollout_counts_in_nothing_and_gets_nothing(scale):
-    without = _advantages([0.0, 1.0, 5.0], [0, 0, 0], scale)
-    assert _advantages([0.0, NAN, 1.0, 5.0], [0, 0, 0, 0], scale) == [without[0], 0.0, *without[1:]]
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_nobody_rewarded_means_no_advantage(scale):
-    assert _advantages([NAN, NAN], [0, 0], scale) == [0.0, 0.0]
-    assert _advantages([], [], scale) == []
-
-
 def test_a_lone_rollout_has_no_advantage_and_one_warning_says_so():
     objective = _objective("grpo")
     rewards, group = torch.tensor([5.0, 1.0, NAN]), torch.tensor([0, 1, 1])
@@ -165,9 +43,6 @@ def test_a_lone_rollout_has_no_advantage_and_one_warning_says_so():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         objective.advantages(rewards, group, torch.ones(3), None)
-
-
-# -- the objective -----------------------------------------------------------------------------------------------------
 
 
 def _batch(advantages=(1.0, 1.0, 1.0, -1.0), old=None, ref=None, **counts):
@@ -238,3 +113,112 @@ def test_the_log_probs_are_taken_at_the_batchs_temperature():
     batch = Batch(rollouts=_batch().rollouts, counts=_batch().counts, temperature=0.7)
     with pytest.raises(RunFailed, match=r"at temperature 0.7, and this trainer has them at 1 only"):
         _objective("grpo").loss(_view(batch), batch)
+
+
+# -- a KL, in the loss or in the reward --------------------------------------------------------------------------------
+
+REF = torch.tensor([0.0, -1.0 - math.log(2), 0.0, -2.0])  # d = ln 2 and 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "value", "slope"),
+    [
+        # on policy r = 1, with the gradient of log pi: both the estimator's slope and its value come through
+        ({"kl_estimator": "k3"}, math.log(2) - 0.5, 0.5 + (math.log(2) - 0.5)),
+        ({"kl_estimator": "k3", "kl_corrected": False}, math.log(2) - 0.5, 0.5),
+        ({"kl_estimator": "k2", "kl_corrected": False}, math.log(2) ** 2 / 2, math.log(2)),
+        ({"kl_estimator": "k3-straight-through", "kl_corrected": False}, math.log(2) - 0.5, math.log(2)),
+    ],
+)
+def test_a_kl_in_the_loss_is_added_per_token_and_logged(settings, value, slope):
+    batch = _batch(ref=REF, advantages=(0.0,) * 4)
+    view = _view(batch)
+    term = _objective("grpo", kl_coef=0.5, **settings).loss(view, batch)
+    assert term.sum.item() == pytest.approx(0.5 * value)
+    assert view.coefficients(term.sum)[0].tolist() == pytest.approx([0.0, 0.5 * slope, 0.0, 0.0])
+    assert term.metrics["kl"].item() / batch.counts["sequences"] == pytest.approx(value / 2)  # of two tokens
+
+
+def test_k1_stands_in_the_reward_and_nowhere_in_the_loss():
+    objective = _objective("grpo", kl_coef=0.5, kl_estimator="k1", scale_rewards="none")
+    rewards, group, lengths = torch.tensor([1.0, 1.0]), torch.tensor([0, 0]), torch.tensor([3.0, 3.0])
+    # 1 - 0.5 x 0.4 and 1 - 0.5 x -0.2: the mean is 0.95
+    advantages = objective.advantages(rewards, group, lengths, torch.tensor([0.4, -0.2]))
+    assert advantages.tolist() == pytest.approx([-0.15, 0.15])
+    batch = _batch(ref=REF, advantages=(0.0,) * 4)
+    view = _view(batch)
+    term = objective.loss(view, batch)
+    assert term.sum.item() == 0
+    assert not view.coefficients(term.sum)[0].any()
+    assert term.metrics["kl"].item() / batch.counts["sequences"] == pytest.approx(math.log(2) / 2)
+
+
+def test_k1_without_a_kl_from_the_backend_is_refused():
+    objective = _objective("composer2")
+    with pytest.raises(RunFailed, match=r"^objective 'composer2' has kl_coef 0.001, but no reference log-probs came"):
+        objective.advantages(torch.zeros(2), torch.zeros(2), torch.ones(2), None)
+
+
+# -- penalties on length -----------------------------------------------------------------------------------------------
+
+
+def test_penalties_enter_the_reward_before_the_comparison():
+    settings = {
+        "overlong": {"limit": 100, "cache": 20, "weight": 2.0},
+        "length_penalty": {"weight": 0.1, "k": 1.0, "q": 0.0, "per": 10},
+        "scale_rewards": "none",
+    }
+    objective = _objective("grpo", **settings)
+    advantages = objective.advantages(torch.zeros(2), torch.zeros(2), torch.tensor([90.0, 10.0]), None)
+    # 90 tokens: -2 x 10 / 20 - 0.1 x 9 = -1.9; 10 tokens: -0.1. Mean -1.0
+    assert advantages.tolist() == pytest.approx([-0.9, 0.9])
+
+
+def test_composer2_prefers_the_shorter_of_two_equally_good_answers():
+    objective = _objective("composer2")
+    rewards, group = torch.tensor([1.0, 1.0]), torch.tensor([0, 0])
+    longer, shorter = objective.advantages(rewards, group, torch.tensor([3000.0, 1000.0]), torch.zeros(2)).tolist()
+    # 0.05 x ((1 + 3)^0.5 - 1) / 0.5 = 0.1 and 0.05 x (2^0.5 - 1) / 0.5 = 0.0414
+    assert shorter - longer == pytest.approx(0.1 - 0.05 * (math.sqrt(2) - 1) / 0.5)
+
+
+# -- corrections for the sampler ---------------------------------------------------------------------------------------
+
+
+def _sampled(sampler, **kwargs):
+    batch = _batch(**kwargs)
+    return replace(batch, rollouts=replace(batch.rollouts, sampler_logps=torch.tensor(sampler)))
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights"),
+    [
+        ({"rule": "truncate", "high": 2.0}, [2.0, 0.5]),
+        ({"rule": "mask", "low": 0.6, "high": 5.0}, [4.0, 0.0]),
+        ({"level": "sequence", "rule": "truncate", "high": 3.0}, [3.0, 0.5]),
+    ],
+)
+def test_a_correction_weighs_the_policy_term_by_trainer_over_sampler(correction, weights):
+    # trainer over sampler: 4 and 1/2, one action per sequence
+    batch = _sampled([NAN, -1.0 - math.log(4), NAN, -2.0 + math.log(2)])
+    view = _view(batch)
+    term = _objective("grpo", rollout_correction=correction).loss(view, batch)
+    assert view.coefficients(term.sum)[0].tolist() == pytest.approx([0.0, -weights[0], 0.0, weights[1]])
+
+
+def test_the_off_policy_mask_leaves_out_bad_sequences_that_drifted():
+    batch = _sampled([NAN, -1.0, NAN, -1.0])  # the second fell by 1 since it was sampled, and is bad
+    view = _view(batch)
+    term = _objective("grpo", off_policy_threshold=0.9).loss(view, batch)
+    assert view.coefficients(term.sum)[0].tolist() == [0.0, -1.0, 0.0, 0.0]
+
+
+def test_a_correction_without_sampler_log_probs_is_refused():
+    batch = _batch()
+    with pytest.raises(RunFailed) as caught:
+        _objective("grpo", rollout_correction={}).loss(_view(batch), batch)
+    assert str(caught.value) == (
+        "objective 'grpo' corrects for the sampler, but no sampler log-probs came\n"
+        "  fix: leave out rollout_correction and off_policy_threshold, or use a backend that keeps the log-probs of "
+        "its inference engine"
+    )

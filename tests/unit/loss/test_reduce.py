@@ -10,6 +10,7 @@ from composer_core.errors import RunFailed
 from composer_core.loss.reduce import (
     COUNT_OF,
     aggregate,
+    aggregate_selected,
     global_count,
     masked_mean,
     masked_sum,
@@ -138,3 +139,18 @@ def test_a_count_that_nobody_made_is_named():
         "this step (sequences, tokens)\n"
         "  fix: return this name from the channel's `count`, or name a count that the backend makes"
     )
+
+
+def test_a_mask_of_another_shape_or_type_is_refused():
+    with pytest.raises(ValueError) as caught:
+        masked_sum(torch.zeros(3), torch.ones(1, dtype=torch.bool))
+    assert str(caught.value) == "values (3,), mask (1,): the shapes must be equal (one entry each)"
+    with pytest.raises(ValueError, match=r"^mask must be torch.bool, got torch.int64$"):
+        select(torch.zeros(3), torch.ones(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("how", Aggregation)
+def test_selected_losses_give_the_same_sum(how):
+    seqs, mask = Seqs.from_lists([[1, 2, 3], [4]]), torch.tensor([False, True, True, False])
+    values = torch.tensor([5.0, 1.0, 3.0, 7.0])
+    assert aggregate_selected(select(values, mask), mask, seqs, how=how) == aggregate(values, mask, seqs, how=how)

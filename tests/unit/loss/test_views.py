@@ -10,7 +10,7 @@ from composer_core.batch import Batch, Hints, Rollouts, Seqs
 from composer_core.errors import RunFailed
 from composer_core.loss.divergence import divergence
 from composer_core.loss.views import KnownLogps, LeafView, ModelView
-from composer_core.protocols import Divergence
+from composer_core.protocols import Divergence, DivergenceKind, Support
 from composer_core.testing.fakes import Brevity
 
 
@@ -259,3 +259,44 @@ def test_log_one_third_is_what_a_uniform_model_gives():
     seqs = Seqs.from_lists([[0, 1, 2]])
     logps = ModelView(model, rollouts=seqs).logps(seqs, grad=True, temperature=1.0)
     assert logps.tolist() == pytest.approx([0.0, -math.log(3), -math.log(3)])
+
+
+SAMPLED = Divergence(DivergenceKind.KL_STUDENT_TEACHER, support=Support.SAMPLED)
+
+
+def test_a_leaf_view_estimates_the_divergence_from_sampled_tokens():
+    model, other = Bigram(), Bigram(seed=1)
+    view = ModelView(model, rollouts=SEQS, teacher=other)
+    hints = _hints(weight=(1.0, 0.0))
+    known = [
+        KnownLogps(SEQS, view.logps(SEQS, grad=True, temperature=1.0)),
+        KnownLogps(hints.seqs, view.logps(hints.seqs, model="teacher", grad=False, temperature=1.0), "teacher"),
+    ]
+    leaf = LeafView(known, temperature=1.0, rollouts=SEQS)
+    values = leaf.divergence(hints, SAMPLED, teacher="teacher")
+    gap = (model.table.log_softmax(-1)[2, 3] - other.table.log_softmax(-1)[5, 3]).item()
+    assert values.tolist() == pytest.approx([gap, 0.0])  # the second is filler
+    (coefficients,) = leaf.coefficients(values.sum())
+    assert coefficients.tolist() == pytest.approx([0.0, 0.0, gap, 0.0, 0.0, 0.0, 0.0])
+    assert torch.allclose(view.divergence(hints, SAMPLED, teacher="teacher"), values)
+
+
+def test_a_leaf_view_refuses_every_other_divergence():
+    leaf = LeafView([KnownLogps(SEQS, torch.zeros(7))], temperature=1.0, rollouts=SEQS)
+    with pytest.raises(RunFailed, match=r"^a loss asks for divergence \(need 'divergence-full'\)"):
+        leaf.divergence(_hints(), Divergence())
+
+
+def test_log_probs_are_computed_once_for_the_same_question():
+    view = ModelView(Bigram(), rollouts=SEQS)
+    first = view.logps(SEQS, grad=True, temperature=1.0)
+    assert view.logps(SEQS, grad=True, temperature=1.0) is first
+    assert view.logps(SEQS, grad=True, temperature=0.5) is not first
+    assert not view.logps(SEQS, grad=False, temperature=1.0).requires_grad
+
+
+def test_filler_has_no_divergence_whatever_it_points_at():
+    view = ModelView(Bigram(), rollouts=SEQS, teacher=Bigram(seed=1))
+    values = view.divergence(_hints(weight=(1.0, 0.0)), Divergence(), teacher="teacher")
+    assert values[0] > 0
+    assert values[1] == 0

@@ -1,0 +1,104 @@
+"""What a model's forward left behind for the losses: packed tokens' rows of hidden states or logits.
+
+`ModelView` makes these and hands the numbers on. Hidden states with a head go through the fused forms, chunk by
+chunk; logits through the plain ones. Letters: N tokens packed, S sequences, T longest, K hint tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from composer_core.batch import Hints, Seqs
+from composer_core.loss.divergence import divergence
+from composer_core.loss.fused import fused_linear_divergence
+from composer_core.loss.fused_logps import fused_logps
+from composer_core.loss.head import Head
+from composer_core.loss.reduce import select
+from composer_core.protocols import Divergence
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a network gave for some sequences: hidden states and the head behind them, or logits."""
+
+    seqs: Seqs
+    states: Tensor
+    """(S, T, H), or (S, T, V) without a head; in the model's dtype."""
+    head: Head | None
+
+    def rows(self, at: Tensor) -> Tensor:
+        """Those that predict the tokens at flat indices `at`, (len(at), H or V), joined to the graph.
+
+        A filler that points at a first token, which nothing predicts, gets the row of that token itself.
+        """
+        if not at.numel():
+            return self.states.reshape(-1, self.states.shape[-1])[:0]
+        sequence = self.seqs.owner[at]
+        return self.states[sequence, (at - self.seqs.cu[sequence] - 1).clamp(min=0)]
+
+    def logits(self, at: Tensor, *, temperature: float) -> Tensor:
+        """Logits over the temperature that predict the tokens at flat indices `at`, (len(at), V), likewise wide."""
+        return _scaled(_logits(self.rows(at), self.head), temperature)
+
+    def logps(self, at: Tensor, *, temperature: float) -> Tensor:
+        """Log-probs of the tokens at flat indices `at`, (len(at),), in at least float32."""
+        rows, ids = self.rows(at), self.seqs.ids[at]
+        if self.head is not None:
+            return fused_logps(
+                rows,
+                self.head.weight,
+                ids,
+                temperature=temperature,
+                bias=self.head.bias,
+                logit_scale=self.head.logit_scale,
+                softcap=self.head.softcap,
+            )[0]
+        rows = _scaled(rows, temperature)
+        # not log_softmax: its (N, V) result would be kept for one entry of each row
+        return rows.gather(-1, ids[:, None]).squeeze(-1) - rows.logsumexp(-1)
+
+
+def divergence_between(
+    student: Outputs, teacher: Outputs, hints: Hints, spec: Divergence, *, rows: Tensor, sampled_ids: Tensor | None
+) -> Tensor:
+    """Divergence per hint token, (K,), 0 where the weight is; from hidden states where both sides have a head.
+
+    `rows` are the student's, `student.rows(hints.student)`.
+    """
+    taught, mine, theirs = teacher.rows(hints.teacher), student.head, teacher.head
+    if mine is None or theirs is None:
+        values = divergence(_logits(rows, mine), _logits(taught, theirs), spec, sampled_ids=sampled_ids)
+        return select(values, hints.weight != 0)
+    _, values = fused_linear_divergence(
+        rows,
+        mine.weight,
+        taught,
+        theirs.weight,
+        spec,
+        weight=hints.weight,
+        sampled_ids=sampled_ids,
+        student_bias=mine.bias,
+        teacher_bias=theirs.bias,
+        logit_scale=mine.logit_scale,
+        softcap=mine.softcap,
+        teacher_logit_scale=theirs.logit_scale,
+        teacher_softcap=theirs.softcap,
+    )
+    return values
+
+
+def _logits(rows: Tensor, head: Head | None) -> Tensor:
+    if head is None:
+        return rows
+    logits = nn.functional.linear(rows, head.weight, head.bias)
+    logits = logits if head.logit_scale == 1 else logits * head.logit_scale
+    return logits if head.softcap is None else torch.tanh(logits / head.softcap) * head.softcap
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    # upcast before the division: in bf16 that alone rounds a loss by up to a percent
+    wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    return wide if temperature == 1 else wide / temperature
