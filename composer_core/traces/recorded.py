@@ -256,6 +256,9 @@ def rows_for(
         rows.skipped[f"file: {reason}"] += 1
     tallies: list[Tally] = []
     for trace in files.read(tallies=tallies):
+        if trace.extra.get("housekeeping"):  # the harness's own errands: nothing the agent decided
+            rows.skipped["housekeeping of the harness"] += 1
+            continue
         yield from rows.rows(trace)
     require_turns(tallies)
 

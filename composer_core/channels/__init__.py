@@ -1,0 +1,1 @@
+"""The channels that come with the core. Settings and rows are light; `sdpo` and `replay` import torch."""
