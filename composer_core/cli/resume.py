@@ -20,7 +20,7 @@ OneRunArgument = Annotated[
 HarmlessArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE",
         help="Overrides that leave it the same run: train.steps, train.log_every, checkpoint, limits, sinks, executor.",
     ),
 ]

@@ -39,14 +39,22 @@ def dequantised(folder: Path, gguf_file: str) -> Path:
     return cached_folder(name, make=partial(_convert, folder, gguf_file))
 
 
+def gguf_tokenizer(source: Path, gguf_file: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a GGUF file, nothing written; raises whatever parsing hits."""
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
+    _use_own_special_tokens(tokenizer, source / gguf_file)
+    return tokenizer
+
+
 def _convert(source: Path, gguf_file: str, destination: Path) -> None:
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
-        _use_own_special_tokens(tokenizer, source / gguf_file)
+        tokenizer = gguf_tokenizer(source, gguf_file)
         # Without a dtype some versions keep the blocks packed, and a packed model can be neither trained nor saved.
         model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
     except ImportError as error:

@@ -47,12 +47,13 @@ def make_tiny(folder: Path, *, seed: int) -> None:
 
 def write_tiny(folder: Path, *, seed: int) -> None:
     """`make_tiny` into a folder whose completeness the caller looks after."""
-    tokenizer = _tokenizer()
+    tokenizer = tiny_tokenizer()
     _model(len(tokenizer), seed=seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """The built-in model's tokenizer alone, nothing written."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 

@@ -19,11 +19,12 @@ from composer_core.loss.distributions import LOGP_FLOOR
 from composer_core.loss.divergence import on_entries
 from composer_core.loss.head import Buffers
 from composer_core.loss.targets import soft_weight
-from composer_core.loss.topk import entries_of, is_full, restricted, truncated_kl
+from composer_core.loss.topk import Entries, entries_of, is_full, restricted, truncated_kl
 from composer_core.protocols import Divergence, DivergenceKind, PaperGate, SoftGate
 
-_CACHE_BYTES = 2**19
-"""Size of one buffer's rows that are worked on together; there are up to four such buffers."""
+_CACHE_BYTES = 2**21
+"""Size of one buffer's rows that are worked on together, of up to four. Smaller ones stay in the cache more surely, but
+wake the threads so often that a machine with other work to do spends its time there."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ def tile_divergence(
     for start in range(0, len(student), step):
         rows = slice(start, start + step)
         ids = None if sampled_ids is None else sampled_ids[rows]
-        part = _prepare(student[rows], teacher[rows], spec, buffers=buffers, grad=grad, finite=finite)
-        values[rows] = _divergence(part, ids)
+        part = _prepare(student[rows], teacher[rows], spec, sampled_ids=ids, buffers=buffers, grad=grad, finite=finite)
+        values[rows] = _divergence(part)
     return Tile(values, scale=spec.beta - 1 if _is_full_jsd(spec, student.shape[1]) else 1.0)
 
 
@@ -82,6 +83,10 @@ class _Part:
     spec: Divergence
     h_teacher: Tensor
     """(n,), 0 without a gate."""
+    chosen: Entries | None
+    """The support; None when it is full."""
+    likeliest: Tensor | None
+    """(n, k) ids of the paper's gate."""
     buffers: Buffers
     grad: bool
 
@@ -91,27 +96,46 @@ class _Part:
 
 
 def _prepare(
-    student: Tensor, teacher: Tensor, spec: Divergence, *, buffers: Buffers, grad: bool, finite: bool
+    student: Tensor,
+    teacher: Tensor,
+    spec: Divergence,
+    *,
+    sampled_ids: Tensor | None,
+    buffers: Buffers,
+    grad: bool,
+    finite: bool,
 ) -> _Part:
+    h_teacher = student.new_zeros(len(student))
+    mixed = spec.taid is not None and spec.taid < 1
+    if spec.taid is not None and mixed:
+        if spec.gate is not None:
+            alone = _log_softmax(buffers.get("s", len(teacher)).copy_(teacher))
+            h_teacher = _entropy(alone, buffers, finite=finite)
+        # logits, not log-probs: those have lost what is small beside the largest
+        teacher.mul_(spec.taid).add_(student, alpha=1 - spec.taid)
     log_q, log_p = _log_softmax(student), _log_softmax(teacher)
-    h_teacher = log_q.new_zeros(len(log_q)) if spec.gate is None else _entropy(log_p, buffers, finite=finite)
-    if spec.taid not in (None, 1):
-        log_p = _log_softmax(log_p.mul_(spec.taid).add_(log_q, alpha=1 - spec.taid))
-    excluded = None
+    if spec.gate is not None and not mixed:
+        h_teacher = _entropy(log_p, buffers, finite=finite)
+    # ranked before the floor, which lifts what is excluded above what is merely unlikely
+    full = is_full(spec, log_q.shape[1])
+    chosen = None if full else entries_of(log_q, log_p, spec, sampled_ids=sampled_ids)
+    likeliest = None
+    if isinstance(spec.gate, PaperGate):
+        likeliest = log_p.topk(min(spec.gate.k, log_p.shape[1]), dim=-1).indices
     if not finite:
         _floor(log_p)
-        excluded = _floor(log_q)
-    return _Part(log_q, log_p, excluded, spec, h_teacher, buffers, grad)
+    excluded = None if finite else _floor(log_q)
+    return _Part(log_q, log_p, excluded, spec, h_teacher, chosen, likeliest, buffers, grad)
 
 
-def _divergence(part: _Part, sampled_ids: Tensor | None) -> Tensor:
+def _divergence(part: _Part) -> Tensor:
     """(n,); with a gradient it is left in `part.log_q`."""
-    few = list(_few_entries(part, sampled_ids))
+    few = list(_few_entries(part))
     pull = part.h_teacher.new_zeros(len(part.log_q))
     for some in few:
         if some.slope is not None:
             pull += some.slope.sum(-1)
-    if is_full(part.spec, part.log_q.shape[1]):
+    if part.chosen is None:
         value = _full(part.spec)(part, pull)
     else:
         value = torch.zeros_like(pull)
@@ -219,20 +243,19 @@ class _Few:
     """(n, k): d value / d log q at the ids; None without gradient."""
 
 
-def _few_entries(part: _Part, sampled_ids: Tensor | None) -> Iterator[_Few]:
-    spec, gate, vocab = part.spec, part.spec.gate, part.log_q.shape[1]
-    if not is_full(spec, vocab):
-        chosen = entries_of(part.log_q, part.log_p, spec, sampled_ids=sampled_ids)
+def _few_entries(part: _Part) -> Iterator[_Few]:
+    spec, gate, chosen = part.spec, part.spec.gate, part.chosen
+    if chosen is not None:
+        valid = chosen.valid
 
         def base(at_q: Tensor, at_p: Tensor) -> Tensor:
-            at_q, at_p = restricted(at_q, chosen.valid, spec), restricted(at_p, chosen.valid, spec)
-            return on_entries(at_q, at_p, spec, h_teacher=part.h_teacher, vocab=vocab)
+            at_q, at_p = restricted(at_q, valid, spec), restricted(at_p, valid, spec)
+            return on_entries(at_q, at_p, spec, h_teacher=part.h_teacher, vocab=part.log_q.shape[1])
 
         yield _differentiate(base, part, chosen.ids)
-    if isinstance(gate, PaperGate):
+    if isinstance(gate, PaperGate) and part.likeliest is not None:
         weight = gate.alpha * (part.h_teacher > gate.tau).to(part.log_q.dtype)
-        ids = part.log_p.topk(min(gate.k, vocab), dim=-1).indices
-        yield _differentiate(lambda at_q, at_p: weight * truncated_kl(at_q, at_p), part, ids)
+        yield _differentiate(lambda at_q, at_p: weight * truncated_kl(at_q, at_p), part, part.likeliest)
 
 
 def _differentiate(form: Callable[[Tensor, Tensor], Tensor], part: _Part, ids: Tensor) -> _Few:
@@ -272,7 +295,7 @@ def _floor(log_p: Tensor) -> Tensor | None:
 
 
 def _entropy(log_p: Tensor, buffers: Buffers, *, finite: bool) -> Tensor:
-    """(n,) in nats; `log_p` stays as it is, with its -inf, which a mixture needs."""
+    """(n,) in nats; `log_p` stays as it is."""
     terms = torch.exp(log_p, out=buffers.get("p", len(log_p))).mul_(log_p)
     if not finite:
         terms.masked_fill_(log_p == -torch.inf, 0)  # 0 x -inf

@@ -14,9 +14,6 @@ from torch import Tensor
 from composer_core.loss.distributions import LOGP_FLOOR, floored, kl_entries
 from composer_core.protocols import Divergence, Support
 
-_MAX_LOG_COVERED = -1e-7
-"""Largest log of the mass inside the support: beyond it the tail's log would be -inf, with an infinite gradient."""
-
 
 @dataclass(frozen=True)
 class Entries:
@@ -63,7 +60,8 @@ def restricted(log_p_at: Tensor, valid: Tensor | None, spec: Divergence) -> Tens
     covered = log_p_at.logsumexp(-1, keepdim=True)
     if not spec.tail:
         return log_p_at - covered
-    tail = torch.log(-torch.expm1(covered.clamp(max=_MAX_LOG_COVERED)))
+    # not less than one rounding: a support that holds all the mass would give log 0, with an infinite gradient
+    tail = torch.log(-torch.expm1(covered.clamp(max=-torch.finfo(covered.dtype).eps)))
     return torch.cat([log_p_at, tail], -1)
 
 

@@ -17,6 +17,8 @@ MOST_POINTS = 600
 
 INK, GRID = "#010101", "#020202"
 LINES = ("#030301", "#030302", "#030303", "#030304", "#030305", "#030306")
+DASHES = ("-", "--", ":")
+"""Where there are more lines than colours, the same colours come again in these."""
 VARIABLES = {INK: "var(--muted)", GRID: "var(--line)", **{c: f"var(--c{i})" for i, c in enumerate(LINES)}}
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -52,6 +54,7 @@ class Line:
     band: Sequence[float] = ()
     """Half-width around the values, e.g. a standard deviation; empty for none."""
     colour: int = 0
+    """Counts through the page's colours, then through `DASHES`."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,11 @@ class Chart:
     unit: str = ""
     wide: bool = False
     log: bool = False
+
+    @property
+    def bucket(self) -> int:
+        """Logged steps averaged into one point of its longest line; 1 where every step is drawn."""
+        return max((bucket(line.values) for line in self.lines), default=1)
 
 
 def draw(chart: Chart) -> str:
@@ -84,14 +92,15 @@ def draw(chart: Chart) -> str:
 
 def _draw_line(axes: Any, line: Line) -> None:
     steps, values, band = thin(line.steps), thin(line.values), thin(line.band)
-    colour = LINES[line.colour % len(LINES)]
+    round_, colour = line.colour // len(LINES), LINES[line.colour % len(LINES)]
     if band:
         low = [v - b for v, b in zip(values, band, strict=True)]
         high = [v + b for v, b in zip(values, band, strict=True)]
         axes.fill_between(steps, low, high, color=colour, alpha=0.16, linewidth=0)
     marker = "o" if len(values) < 3 else ""  # a line of one point is invisible
     label = line.label.replace("$", r"\$")  # else it is a formula
-    axes.plot(steps, values, color=colour, linewidth=1.8, label=label, marker=marker, markersize=3.5)
+    style = DASHES[round_ % len(DASHES)]
+    axes.plot(steps, values, style, color=colour, linewidth=1.8, label=label, marker=marker, markersize=3.5)
 
 
 def _draw_axes(axes: Any, chart: Chart) -> None:
@@ -103,13 +112,19 @@ def _draw_axes(axes: Any, chart: Chart) -> None:
     if chart.log and any(value > 0 for line in chart.lines for value in line.values):
         axes.set_yscale("log")
     if len(chart.lines) > 1:
-        axes.legend(loc="upper left", bbox_to_anchor=(0, 1.16), ncols=4, borderaxespad=0, handlelength=1.2)
+        beside_exponent = (0.14, 1.16)  # "1e-8" of the axis stands above its left end
+        axes.legend(loc="upper left", bbox_to_anchor=beside_exponent, ncols=4, borderaxespad=0, handlelength=1.2)
+
+
+def bucket(values: Sequence[float]) -> int:
+    """How many neighbouring values `thin` makes one of."""
+    return max(1, math.ceil(len(values) / MOST_POINTS))
 
 
 def thin(values: Sequence[float]) -> list[float]:
     """At most MOST_POINTS values: means of runs of equal length, NaN left out of each."""
-    length = math.ceil(len(values) / MOST_POINTS)
-    if length <= 1:
+    length = bucket(values)
+    if length == 1:
         return list(values)
     return [_mean(values[start : start + length]) for start in range(0, len(values), length)]
 

@@ -31,6 +31,16 @@ class RolloutSample:
     advantage: float | None
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint that a run goes on from."""
+
+    step: int
+    """The last optimiser step that is in it; training goes on with the next."""
+    folder: Path
+    """What the backend filled in `RunContext.checkpoint`."""
+
+
 class RunContext(Protocol):
     """Handed to `Backend.train`. Everything written goes through it, so that nothing is ever half-written."""
 
@@ -41,6 +51,9 @@ class RunContext(Protocol):
     objective: Objective
     is_main: bool
     """Only the main process of several writes."""
+    resume_from: Checkpoint | None
+    """Where to go on from, None for a new run. A backend restores model, optimiser, schedule, random generators, data
+    position and the loss's state, so that the run ends as if it had never been interrupted."""
 
     @property
     def scratch(self) -> Path:
@@ -53,6 +66,10 @@ class RunContext(Protocol):
 
     def prompts(self) -> list[dict[str, Any]]:
         """Rows with a `prompt` (chat messages or text) and all other columns."""
+        ...
+
+    def eval_prompts(self) -> list[dict[str, Any]]:
+        """Held-out rows of the same form; empty where the spec has no `data.eval`."""
         ...
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -68,7 +85,10 @@ class RunContext(Protocol):
         ...
 
     def stop_reason(self) -> str | None:
-        """Why the run should end after this step (signal, limit), or None."""
+        """Why the run should end after this step (signal, STOP file, limit, tripwire), or None.
+
+        Each process has its own answer; with several, `run.control.agree` makes one of them.
+        """
         ...
 
     def checkpoint(self, step: int) -> AbstractContextManager[Path]:

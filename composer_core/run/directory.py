@@ -1,11 +1,12 @@
 """The directory of one run: what stands in it, how it is made and found again.
 
     runs/<name>-<time>-<4 hex>/
-      spec.yaml        as given              events.jsonl    started, checkpoint, finished | stopped | failed
+      spec.yaml        as given              events.jsonl    started | resumed, checkpoint, finished | stopped | failed
       resolved.json    value and source      rollouts.jsonl  sampled completions
       plan.json        all a worker needs    checkpoints/step_N/   complete or absent
       provenance.json  versions, git, host   model/          the trained model, complete or absent
-      metrics.jsonl    one line a step       logs/  report.html  lock.json (who runs it)
+      metrics.jsonl    one line a step       logs/  report.html  lock.json (who runs it)  STOP (a wish, see control.py)
+      *.dropped.jsonl  lines of steps that a resume trained again
     runs/latest -> the newest
 
 How files are written stands in `files.py`, what is written in `metrics.py`, `provenance.py` and `report.py`.
@@ -13,6 +14,7 @@ How files are written stands in `files.py`, what is written in `metrics.py`, `pr
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_core.errors import UsageError
+from composer_core.run.control import STOP_FILE
 from composer_core.run.files import (
     JsonLines,
     fill_folder,
@@ -42,6 +45,8 @@ DEBUG_VARIABLE = "COMPOSER_DEBUG"
 """`1` makes a worker print tracebacks."""
 LATEST = "latest"
 STEP = re.compile(r"step_(\d+)")
+STARTS = ("started", "resumed")
+"""Events that begin a part of a run."""
 ENDS = {"finished": "done", "stopped": "stopped", "failed": "failed"}
 """The event that ends a run -> the state it leaves."""
 
@@ -100,6 +105,16 @@ class RunDirectory:
         """Holds `step_N` folders."""
         return self.path / "checkpoints"
 
+    @property
+    def scratch(self) -> Path:
+        """Upstream's temporary files, a folder per process."""
+        return self.path / "scratch"
+
+    @property
+    def stop_file(self) -> Path:
+        """A wish that the run may end; its text is the reason."""
+        return self.path / STOP_FILE
+
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON document as one step."""
         write_json(self.path / name, value)
@@ -121,9 +136,12 @@ class RunDirectory:
     # -- folders -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def checkpoint(self, step: int, *, keep: int) -> Iterator[Path]:
-        """A folder to fill; afterwards it is `checkpoints/step_N`, and all but the `keep` newest are gone."""
-        with fill_folder(self.checkpoints / f"step_{step}", step=step) as folder:
+    def checkpoint(self, step: int, *, keep: int, **facts: Any) -> Iterator[Path]:
+        """A folder to fill; afterwards it is `checkpoints/step_N`, and all but the `keep` newest are gone.
+
+        `facts` are written into its marker.
+        """
+        with fill_folder(self.checkpoints / f"step_{step}", step=step, **facts) as folder:
             yield folder
         self._prune(keep)
 
@@ -135,9 +153,12 @@ class RunDirectory:
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
         """(step, folder) of those that are complete, oldest first."""
-        steps = {int(match[1]) for path in self.checkpoints.glob("*step_*") if (match := STEP.search(path.name))}
-        found = [(step, find_complete(self.checkpoints / f"step_{step}")) for step in sorted(steps)]
+        found = [(step, find_complete(self.checkpoints / f"step_{step}")) for step in self.checkpoint_steps()]
         return [(step, path) for step, path in found if path is not None]
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps that somebody began to save, complete or not, in order."""
+        return sorted({int(match[1]) for path in self.checkpoints.glob("*step_*") if (match := STEP.search(path.name))})
 
     def complete_model(self) -> Path | None:
         """The trained model's folder, when there is a complete one."""
@@ -153,10 +174,23 @@ class RunDirectory:
     # -- who runs it, and how it ended ---------------------------------------------------------------------------------
 
     def lock(self) -> None:
-        """Say that this process runs it."""
-        pid = os.getpid()
-        me = {"pid": pid, "process_start": _process_start(pid), "host": socket.gethostname(), "time": time.time()}
-        self.write_json("lock.json", me)
+        """Say that this process runs it.
+
+        Raises:
+            UsageError: another process does.
+        """
+        with _exclusive(self.path):
+            other = self.read_json("lock.json")
+            if other is not None and other["pid"] != os.getpid() and _alive(other):
+                where = "" if other["host"] == socket.gethostname() else f" on {other['host']}"
+                gone = ", or remove lock.json if that machine is gone" if where else ""
+                raise UsageError(
+                    f"run {self.name} is running already: process {other['pid']}{where}",
+                    fix=f"composer-run stop {self.name}{gone}",
+                )
+            pid = os.getpid()
+            me = {"pid": pid, "process_start": _process_start(pid), "host": socket.gethostname(), "time": time.time()}
+            self.write_json("lock.json", me)
 
     def state(self) -> RunState:
         """From the last event of the run; without an end event, from whether its process is alive."""
@@ -164,7 +198,7 @@ class RunDirectory:
         for event in reversed(events):
             if event.get("event") in ENDS:
                 return RunState(ENDS[event["event"]], str(event.get("reason", "")))
-            if event.get("event") == "started":
+            if event.get("event") in STARTS:
                 break
         lock = self.read_json("lock.json")
         if lock is None:
@@ -172,6 +206,17 @@ class RunDirectory:
         if _alive(lock):
             return RunState("running")
         return RunState("failed", "its process ended without a word (killed, or the machine went down)")
+
+
+@contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """One process at a time reads and replaces the lock; the kernel lets go when a process dies."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _process_start(pid: int) -> str:

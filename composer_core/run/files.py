@@ -2,15 +2,17 @@
 
 Not here: which files a run has (`directory.py`). The rules: a whole file is replaced by one rename; a line is one
 write; a folder counts only with its marker COMPLETE, which is written last and says what the folder must hold.
+A full disk is a `RunFailed` that says so, and leaves what was there before.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from typing import Any
 from composer_core.errors import RunFailed
 
 MARKER = "COMPLETE"
+SCARCE_BYTES = 1 << 16
+"""A disk with less than this is full: libraries that write tensors do not all say why they could not."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -29,8 +33,11 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        full = disk_full(error, path)
         temporary.unlink(missing_ok=True)
+        if full is not None:
+            raise full from error
         raise
     _sync_folder(path.parent)
 
@@ -38,6 +45,16 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """The same for a JSON document; anything that is not JSON becomes its text."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+
+
+def write_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
+    """Replace a file of JSON lines as one step."""
+    write_text(path, "".join(_line(value) for value in values))
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    # a line break inside a line would split it, but json escapes those
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str) + "\n"
 
 
 def read_json(path: Path) -> Any:
@@ -49,15 +66,26 @@ class JsonLines:
     """Appends objects to a file, one line each, through a descriptor that stays open. One writer per file."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         _cut_incomplete_line(path)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def write(self, value: Mapping[str, Any]) -> None:
-        """Append one object; NaN and infinity are not JSON and raise ValueError."""
-        # a line break inside a line would split it, but json escapes those
-        left = json.dumps(value, ensure_ascii=False, allow_nan=False, default=str).encode("utf-8", "replace") + b"\n"
-        while left:  # one write as a rule; a signal or a full disk may cut it short
-            left = left[os.write(self._fd, left) :]
+        """Append one object; NaN and infinity are not JSON and raise ValueError.
+
+        Raises:
+            RunFailed: the disk is full; nothing of the line stays.
+        """
+        line = _line(value).encode("utf-8", "replace")
+        left = line
+        try:
+            while left:  # one write as a rule; a signal or a full disk may cut it short
+                left = left[os.write(self._fd, left) :]
+        except OSError as error:
+            if len(left) < len(line):
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - (len(line) - len(left)))
+            full = disk_full(error, self._path)
+            raise full or error from error
 
     def close(self) -> None:
         """Release the descriptor."""
@@ -96,6 +124,19 @@ def _cut_incomplete_line(path: Path) -> None:
         os.truncate(path, whole)
 
 
+def disk_full(error: BaseException, path: Path) -> RunFailed | None:
+    """What to tell the user where `error`, met while writing to `path`, means that there is no room left."""
+    said = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not said and (not isinstance(error, Exception) or isinstance(error, RunFailed)):
+        return None
+    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    if not said and shutil.disk_usage(folder).free >= SCARCE_BYTES:
+        return None
+    return RunFailed(
+        "the disk is full", at=str(path), fix="free some room, then `composer-run resume` goes on from the checkpoint"
+    )
+
+
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 
@@ -119,9 +160,12 @@ def fill_folder(path: Path, **facts: Any) -> Iterator[Path]:
         elif path.exists():
             shutil.rmtree(path)
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
+        full = disk_full(error, partial)  # asked before the room that `partial` takes is free again
         shutil.rmtree(partial, ignore_errors=True)
         settle(path)
+        if full is not None:
+            raise full from error
         raise
     _sync_folder(path.parent)
     write_json(path / MARKER, {**facts, "time": time.time(), "files": files})

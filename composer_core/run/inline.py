@@ -15,7 +15,7 @@ from types import FrameType
 from composer_core.errors import RunFailed, Stopped, UsageError
 from composer_core.plugins.builtin_settings import InlineSettings
 from composer_core.protocols import Job, JobHandle, JobState, JobStatus
-from composer_core.run.control import INTERRUPTED_TWICE
+from composer_core.run.control import INTERRUPTED_TWICE, PARENT_VARIABLE
 from composer_core.run.directory import RunDirectory
 
 QUIET_LIBRARIES = {
@@ -50,7 +50,7 @@ class InlineExecutor:
         Raises:
             UsageError: the interpreter of the settings cannot be run.
         """
-        environment = {**QUIET_LIBRARIES, **os.environ, **self._added(job)}
+        environment = {**QUIET_LIBRARIES, **os.environ, **self._added(job), PARENT_VARIABLE: str(os.getpid())}
         try:
             process = subprocess.Popen(self._command(job), env=environment, stdin=subprocess.DEVNULL)
         except OSError as error:

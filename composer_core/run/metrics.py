@@ -2,12 +2,14 @@
 
 Names, the same on every backend: `reward/mean`, `reward/std`, `loss/total`, `loss/policy`; for each channel
 `loss/<name>`, `weight/<name>`, `active/<name>` (share of rows), `grad_norm/<name>`, `tokens/<name>`; `tokens_per_s`,
-`step_time` (seconds); upstream's own under `upstream/`. Every line has `step` and `time` (seconds since 1970).
+`step_time` (seconds); upstream's own under `upstream/`; `eval/reward/mean`, `eval/reward/std`, `eval/rewards/<name>` in
+the lines of steps after which held-out prompts were tried. Every line has `step` and `time` (seconds since 1970).
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -70,6 +72,22 @@ class RolloutLog:
 
 def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
+
+
+def eval_metrics(scores: Mapping[str, Sequence[float | None]], totals: Sequence[float]) -> dict[str, float]:
+    """Metrics under `eval/` from each reward's scores and their weighted sums, one per completion.
+
+    A score that does not apply (None, NaN) is left out of its mean; a mean of nothing is NaN.
+    """
+    present = [total for total in totals if not math.isnan(total)]
+    metrics = {
+        "eval/reward/mean": statistics.fmean(present) if present else math.nan,
+        "eval/reward/std": statistics.stdev(present) if len(present) > 1 else 0.0,
+    }
+    for name, values in scores.items():
+        applied = [value for value in values if value is not None and not math.isnan(value)]
+        metrics[f"eval/rewards/{name}"] = statistics.fmean(applied) if applied else math.nan
+    return metrics
 
 
 def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:

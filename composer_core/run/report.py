@@ -6,7 +6,7 @@ Here the facts are gathered; `charts.py` draws, `report.html.j2` lays out and es
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def summarise(directory: RunDirectory) -> Report:
         state=state.state,
         reason=state.reason,
         steps=max((line["step"] for line in metrics), default=0),
-        total_steps=_look_up(directory.read_json("plan.json"), "spec", "train", "steps"),
+        total_steps=look_up(directory.read_json("plan.json"), "spec", "train", "steps"),
         reward_first=first,
         reward_last=last,
         tokens_per_s=ends(metrics, TOKENS_PER_S)[1],
@@ -70,16 +70,17 @@ def summarise(directory: RunDirectory) -> Report:
 def build_report(directory: RunDirectory) -> Report:
     """Write report.html and return the run in figures."""
     summary = summarise(directory)
-    write_text(directory.report, _render(_page(directory, summary)))
+    write_text(directory.report, render("report.html.j2", _page(directory, summary)))
     return summary
 
 
-def _render(page: dict[str, Any]) -> str:
+def render(template: str, page: Mapping[str, Any]) -> str:
+    """A page of this folder's template; every value is escaped, and one that is missing is an error."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.get_template("report.html.j2").render(page)
+    return environment.get_template(template).render(page)
 
 
 def _page(directory: RunDirectory, summary: Report) -> dict[str, Any]:
@@ -91,10 +92,11 @@ def _page(directory: RunDirectory, summary: Report) -> dict[str, Any]:
     charts = [(chart, Markup(draw(chart))) for chart in _charts(metrics)]  # what matplotlib wrote is escaped
     return {
         "summary": summary,
-        "spec": _look_up(directory.read_json("plan.json"), "spec") or {},
+        "spec": look_up(directory.read_json("plan.json"), "spec") or {},
         "tiles": _tiles(summary, metrics, _seconds(directory, metrics)),
         "warnings": _warnings(directory, metrics),
         "charts": charts,
+        "bucket": max((chart.bucket for chart, _ in charts), default=1),
         "rollouts": _rollouts(read_jsonl(directory.rollouts)),
         "resolved": directory.read_json("resolved.json") or {},
         "provenance": directory.read_json("provenance.json") or {},
@@ -103,7 +105,7 @@ def _page(directory: RunDirectory, summary: Report) -> dict[str, Any]:
     }
 
 
-def _look_up(value: Any, *keys: str) -> Any:
+def look_up(value: Any, *keys: str) -> Any:
     """A value in nested mappings, or None: a report must also show a run that lacks it."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
@@ -126,15 +128,16 @@ def _tiles(summary: Report, metrics: Metrics, seconds: float | None) -> list[tup
     total = "" if summary.total_steps is None else f"of {summary.total_steps}, "
     return [
         ("Steps", str(summary.steps), f"{total}{len(metrics)} logged"),
-        ("Reward, start", _number(summary.reward_first), "mean of the first 5"),
-        ("Reward, end", _number(summary.reward_last), "mean of the last 5"),
-        ("Tokens per second", _number(summary.tokens_per_s), "mean of the last 5"),
-        ("Step time", "–" if step_time is None else f"{_number(step_time)} s", "mean"),
+        ("Reward, start", number(summary.reward_first), "mean of the first 5"),
+        ("Reward, end", number(summary.reward_last), "mean of the last 5"),
+        ("Tokens per second", number(summary.tokens_per_s), "mean of the last 5"),
+        ("Step time", "–" if step_time is None else f"{number(step_time)} s", "mean"),
         ("Duration", "–" if seconds is None else duration(seconds), "to the last sign of life"),
     ]
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """A figure for reading: three digits, or whole with thousands marked."""
     return "–" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -156,8 +159,7 @@ def _charts(metrics: Metrics) -> Iterator[Chart]:
     names = list(dict.fromkeys(name for line in metrics for name in line))
     if REWARD in names:
         yield Chart("Reward", [_reward_line(metrics)], unit="mean ± std" if REWARD_STD in names else "mean", wide=True)
-    first = [name for name in (LOSS, POLICY_LOSS) if name in names]
-    for colour, name in enumerate([*first, *(n for n in names if n.startswith("loss/") and n not in first)], 1):
+    for colour, name in enumerate(loss_names(metrics, names), 1):
         label = name.removeprefix("loss/")
         yield Chart(f"Loss: {label}", [_line(metrics, name, label, colour)])
     norms = [name for name in names if name == "grad_norm" or name.startswith("grad_norm/")]
@@ -166,6 +168,14 @@ def _charts(metrics: Metrics) -> Iterator[Chart]:
         yield Chart("Gradient norm", lines, log=True)
     if STEP_TIME in names:
         yield Chart("Step time", [_line(metrics, STEP_TIME, "step time", 0)], unit="s")
+
+
+def loss_names(metrics: Metrics, names: Sequence[str]) -> list[str]:
+    """The losses among `names`, total and policy first; a policy loss equal to the total in every step is left out."""
+    first = [name for name in (LOSS, POLICY_LOSS) if name in names]
+    if len(first) == 2 and all(line.get(LOSS) == line.get(POLICY_LOSS) for line in metrics):
+        first.remove(POLICY_LOSS)
+    return [*first, *(name for name in names if name.startswith("loss/") and name not in (LOSS, POLICY_LOSS))]
 
 
 def _line(metrics: Metrics, name: str, label: str, colour: int) -> Line:
@@ -188,9 +198,9 @@ def _rollouts(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str,
 
 def _sample(line: dict[str, Any]) -> dict[str, Any]:
     prompt, completion = _text(line["prompt"]), line["completion"]
-    rewards = [(name, _number(score)) for name, score in line["rewards"].items()]
+    rewards = [(name, number(score)) for name, score in line["rewards"].items()]
     texts = [("prompt", prompt, len(prompt) > LONG_TEXT), ("completion", completion, len(completion) > LONG_TEXT)]
-    return {"texts": texts, "rewards": rewards, "advantage": _number(line["advantage"])}
+    return {"texts": texts, "rewards": rewards, "advantage": number(line["advantage"])}
 
 
 def _text(prompt: str | list[dict[str, Any]]) -> str:

@@ -5,6 +5,8 @@ Every process of a worker makes one; only the main one (RANK 0) writes, and the 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +14,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from composer_core.errors import RunFailed, UsageError
 from composer_core.protocols import Objective
-from composer_core.run.context import NamedReward, RolloutSample
-from composer_core.run.control import StopSignals
+from composer_core.run.context import Checkpoint, NamedReward, RolloutSample
+from composer_core.run.control import Control
 from composer_core.run.directory import RunDirectory
 from composer_core.run.metrics import MetricsLog, RolloutLog
-from composer_core.run.progress import Display
-from composer_core.spec.model import RunSpec
+from composer_core.run.progress import Display, Silent
+from composer_core.run.resume import prompts_of
+from composer_core.run.sinks import Sink
+from composer_core.spec.model import PromptsSpec, RunSpec
 
 
 class RunSession:
@@ -32,18 +37,25 @@ class RunSession:
         upstream: Mapping[str, Any],
         rewards: Sequence[NamedReward],
         objective: Objective,
-        signals: StopSignals,
+        control: Control,
         display: Display,
+        sinks: Sequence[Sink] = (),
+        resume_from: Checkpoint | None = None,
     ) -> None:
         self.spec = spec
         self.upstream = upstream
         self.rewards = rewards
         self.objective = objective
         self.is_main = rank() == 0
+        self.resume_from = resume_from
         self._directory = directory
-        self._signals = signals
+        self._control = control
         self._display = display
-        self._scratch = directory.path / "scratch" / f"rank{rank()}"
+        self._sinks = list(sinks)
+        self._prompts = ""
+        self._logged = False
+        self._scratch = directory.scratch / f"rank{rank()}"
+        shutil.rmtree(self._scratch, ignore_errors=True)  # a killed worker's
         self._metrics = MetricsLog(directory.metrics) if self.is_main else None
         self._rollouts = RolloutLog(directory.rollouts) if self.is_main else None
 
@@ -60,17 +72,66 @@ class RunSession:
         return model_folder(self.spec.model, seed=self.spec.seed)
 
     def prompts(self) -> list[dict[str, Any]]:
-        """Rows with a `prompt` and all other columns."""
+        """Rows with a `prompt` and all other columns.
+
+        Raises:
+            UsageError: they are not those that the checkpoint was made with.
+        """
+        rows = self._rows(self.spec.data.prompts)
+        self._prompts = hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
+        before = prompts_of(self.resume_from) if self.resume_from is not None else ""
+        if before and before != self._prompts:
+            raise UsageError(
+                "these are not the prompts that the run began with: its place among them means nothing now",
+                at="data.prompts",
+                fix="put them back as they were, or start a new run",
+            )
+        return rows
+
+    def eval_prompts(self) -> list[dict[str, Any]]:
+        """Held-out rows; empty where the spec has no `data.eval`."""
+        return [] if self.spec.data.eval is None else self._rows(self.spec.data.eval)
+
+    def _rows(self, source: PromptsSpec) -> list[dict[str, Any]]:
         from composer_core.data.prompts import load_prompts
         from composer_core.data.rewards import columns_needed
 
-        return load_prompts(self.spec.data.prompts, columns_needed=columns_needed(self.rewards))
+        return load_prompts(source, columns_needed=columns_needed(self.rewards))
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl and the progress display. Steps count from 1."""
-        if self._metrics is not None:
-            self._metrics.log(step, metrics)
+        """One line of metrics.jsonl, the sinks, the tripwires and the progress display. Steps count from 1."""
+        self._check_first(step)
+        if self._metrics is None:
+            return
+        self._metrics.log(step, metrics)
+        self._control.observe(step, metrics)
+        for sink in list(self._sinks):
+            try:
+                sink.log(step, metrics)
+            except Exception as error:  # somebody else's client, whatever its type; the run is worth more than a plot
+                self._sinks.remove(sink)
+                self._warn(f"sink {sink.name} is switched off at step {step}: {type(error).__name__}: {error}")
+        self._show(step, metrics)
+
+    def _check_first(self, step: int) -> None:
+        """A backend that takes no notice of the checkpoint would begin at 1 again, or with another step."""
+        if self._logged or self.resume_from is None:
+            return
+        self._logged = True
+        before = self.resume_from.step
+        if not before < step <= before + self.spec.train.log_every:
+            name = self.spec.backend.use
+            raise RunFailed(f"backend {name!r} resumed after step {before}, but logs step {step} first")
+
+    def _show(self, step: int, metrics: Mapping[str, float]) -> None:
+        try:
             self._display.step(step, metrics)
+        except OSError as error:  # the terminal or pipe is gone, which is no reason to stop
+            self._display = Silent()
+            self._warn(f"no progress is shown from step {step} on: {error}")
+
+    def _warn(self, reason: str) -> None:
+        self.event("warning", reason=reason)
 
     def log_rollouts(self, step: int, samples: Sequence[RolloutSample]) -> None:
         """Lines of rollouts.jsonl."""
@@ -83,8 +144,8 @@ class RunSession:
             self._directory.event(kind, **facts)
 
     def stop_reason(self) -> str | None:
-        """Why the run should end after this step, or None."""
-        return self._signals.reason
+        """Why this process wants the run to end after this step, or None."""
+        return self._control.reason()
 
     @contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
@@ -92,7 +153,8 @@ class RunSession:
         if not self.is_main:
             yield self._throwaway(f"step_{step}")
             return
-        with self._directory.checkpoint(step, keep=self.spec.checkpoint.keep) as folder:
+        facts = {"prompts": self._prompts}
+        with self._directory.checkpoint(step, keep=self.spec.checkpoint.keep, **facts) as folder:
             yield folder
         self.event("checkpoint", step=step)
 
@@ -107,8 +169,14 @@ class RunSession:
         self.event("model")
 
     def close(self) -> None:
-        """Close the files and the display, remove the scratch folder."""
-        self._display.close()
+        """Close the files, the sinks and the display, remove the scratch folder."""
+        with suppress(OSError):  # as in `_show`: nobody is there to see it
+            self._display.close()
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except Exception as error:  # as in `log_step`
+                self._warn(f"sink {sink.name} did not close: {type(error).__name__}: {error}")
         for log in (self._metrics, self._rollouts):
             if log is not None:
                 log.close()

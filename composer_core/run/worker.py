@@ -1,4 +1,4 @@
-"""What every executor starts: `python -m composer_core.run.worker [--quiet] RUN_DIRECTORY/plan.json`.
+"""What every executor starts: `python -m composer_core.run.worker [--quiet] [--resume STEP] RUN_DIRECTORY/plan.json`.
 
 It runs in the trainer's own interpreter, reads everything from the plan, trains, and ends with the run's exit code.
 A mistake of the user is one message on stderr; tracebacks go to logs/worker.log (and to stderr with COMPOSER_DEBUG=1).
@@ -13,21 +13,25 @@ import logging
 import os
 import random
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer_core.errors import ComposerError, MissingError, Stopped, UsageError
-from composer_core.run.control import StopSignals
+from composer_core.errors import ComposerError, MissingError, RunFailed, Stopped, UsageError
+from composer_core.run.control import Control, StopSignals
 from composer_core.run.directory import DEBUG_VARIABLE, RunDirectory
+from composer_core.run.files import disk_full
+from composer_core.run.resume import checkpoint_of, set_lines_aside, spent_seconds
 
 if TYPE_CHECKING:
     from composer_core.loss.composite import CompositeLoss
     from composer_core.plugins.registry import Registry
     from composer_core.protocols import Backend, Objective, TrainResult
+    from composer_core.run.context import Checkpoint
     from composer_core.run.session import RunSession
     from composer_core.spec.model import Plugged, RunSpec
     from composer_core.spec.plan import Plan
@@ -41,43 +45,54 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="composer_core.run.worker", description="Train what a plan describes.")
     parser.add_argument("plan", type=Path)
     parser.add_argument("--quiet", action="store_true", help="no progress display")
+    parser.add_argument("--resume", type=int, metavar="STEP", help="go on from the checkpoint of this step")
     arguments = parser.parse_args(argv)
     if not arguments.plan.is_file():
         print(UsageError("no such plan", at=str(arguments.plan)), file=sys.stderr)
         return UsageError.exit_code
     directory = RunDirectory(arguments.plan.absolute().parent)
     with StopSignals() as signals, _log_file(directory):
-        code = _run(directory, signals, quiet=arguments.quiet)
-        if _is_main():
-            _report(directory)
+        signals.follow_parent()
+        code = _run(directory, signals, quiet=arguments.quiet, resume=arguments.resume)
     return code
 
 
-def _run(directory: RunDirectory, signals: StopSignals, *, quiet: bool) -> int:
-    """Train, and say in events.jsonl and on stderr how it ended."""
+def _run(directory: RunDirectory, signals: StopSignals, *, quiet: bool, resume: int | None) -> int:
+    """Train, say in events.jsonl and on stderr how it ended, and draw the report."""
     try:
         if _is_main():
             directory.lock()
-            directory.event("started", pid=os.getpid())
-        result = _train(directory, signals, quiet=quiet)
+    except ComposerError as error:  # the directory belongs to somebody else: not a word in its files
+        print(error, file=sys.stderr)
+        return error.exit_code
+    try:
+        event, reason, code = _outcome(directory, signals, quiet=quiet, resume=resume)
+        if _is_main():
+            directory.event(event, reason=reason, exit_code=code)
+            _report(directory)
+    except RunFailed as error:  # the event cannot be written: a full disk
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return code
+
+
+def _outcome(directory: RunDirectory, signals: StopSignals, *, quiet: bool, resume: int | None) -> tuple[str, str, int]:
+    """The event that ends the run, its reason, and the exit code."""
+    try:
+        result = _train(directory, signals, quiet=quiet, resume=resume)
         if result.stopped:
             raise Stopped(result.stopped)
     except Stopped as stop:
-        return _end(directory, "stopped", str(stop), stop.exit_code)
-    except ComposerError as error:
-        _show(error, str(error))
-        return _end(directory, "failed", str(error), error.exit_code)
+        return "stopped", str(stop), stop.exit_code
     except (Exception, SystemExit) as error:  # a trainer or a reward that calls sys.exit must not look like success
+        known = error if isinstance(error, ComposerError) else disk_full(error, directory.path)
+        if known is not None:
+            _show(error, str(known))
+            return "failed", str(known), known.exit_code
         reason = f"internal error: {type(error).__name__}: {error}"
         _show(error, f"{reason} (traceback in {directory.logs.name}/worker.log)")
-        return _end(directory, "failed", reason, INTERNAL_ERROR)
-    return _end(directory, "finished", "", 0)
-
-
-def _end(directory: RunDirectory, event: str, reason: str, exit_code: int) -> int:
-    if _is_main():
-        directory.event(event, reason=reason, exit_code=exit_code)
-    return exit_code
+        return "failed", reason, INTERNAL_ERROR
+    return "finished", "", 0
 
 
 def _show(error: BaseException, message: str) -> None:
@@ -87,8 +102,13 @@ def _show(error: BaseException, message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _train(directory: RunDirectory, signals: StopSignals, *, quiet: bool) -> TrainResult:
+def _train(directory: RunDirectory, signals: StopSignals, *, quiet: bool, resume: int | None) -> TrainResult:
     """From plan.json to the trained model."""
+    from composer_core.run.feeding import feed
+
+    started = time.monotonic()
+    checkpoint = None if resume is None else checkpoint_of(directory, resume)
+    spent = _begin(directory, checkpoint)
     spec, plan, registry = _restore(directory)
     _seed(spec.seed)
     backend: Backend = _build(registry, spec.backend)
@@ -98,11 +118,30 @@ def _train(directory: RunDirectory, signals: StopSignals, *, quiet: bool) -> Tra
     if _is_main():
         _record_provenance(directory, spec, plan)
     objective: Objective = _build(registry, spec.loss.objective)
-    loss = _composite(spec, registry, objective)
-    with closing(_session(directory, spec, plan, registry, objective, signals, quiet=quiet)) as session:
-        if signals.reason is not None:
-            raise Stopped(f"{signals.reason} before the first step")
-        return backend.train(session, loss)
+    loss = _composite(spec, plan, registry, objective)
+    control = _control(directory, spec, loss, signals, spent_s=spent + time.monotonic() - started)
+    session = _session(directory, spec, plan, registry, objective, control, checkpoint=checkpoint, quiet=quiet)
+    with closing(session):
+        if (reason := control.reason()) is not None:
+            raise Stopped(f"{reason} before the first step")
+        feed(loss, session, registry)
+        result = backend.train(session, loss)
+    if checkpoint is not None and result.steps <= checkpoint.step and not result.stopped:
+        raise RunFailed(f"backend {spec.backend.use!r} resumed after step {checkpoint.step} and trained no step")
+    return result
+
+
+def _begin(directory: RunDirectory, checkpoint: Checkpoint | None) -> float:
+    """Say that it starts or goes on; how many seconds earlier parts of the run took."""
+    if not _is_main():
+        return 0.0  # the main process keeps the time, and `agree` tells the others
+    if checkpoint is None:
+        directory.event("started", pid=os.getpid())
+        return 0.0
+    spent = spent_seconds(directory)
+    set_lines_aside(directory, checkpoint.step)
+    directory.event("resumed", pid=os.getpid(), step=checkpoint.step)
+    return spent
 
 
 def _restore(directory: RunDirectory) -> tuple[RunSpec, Plan, Registry]:
@@ -124,11 +163,33 @@ def _build(registry: Registry, plugged: Plugged) -> Any:
     return contribution.load()(plugged.settings)
 
 
-def _composite(spec: RunSpec, registry: Registry, objective: Objective) -> CompositeLoss:
+def _composite(spec: RunSpec, plan: Plan, registry: Registry, objective: Objective) -> CompositeLoss:
     from composer_core.loss.composite import ActiveChannel, CompositeLoss
+    from composer_core.protocols import Need
 
-    channels = [ActiveChannel(block.name, block.weight, _build(registry, block)) for block in spec.loss.channels]
+    needs = {channel.name: frozenset(Need(need) for need in channel.needs) for channel in plan.channels}
+    channels = [
+        ActiveChannel(block.name, block.weight, _build(registry, block), needs.get(block.name, frozenset()))
+        for block in spec.loss.channels
+    ]
     return CompositeLoss(channels, objective)
+
+
+def _control(
+    directory: RunDirectory, spec: RunSpec, loss: CompositeLoss, signals: StopSignals, *, spent_s: float
+) -> Control:
+    from composer_core.run.tripwires import tripwires
+
+    def warn(reason: str) -> None:
+        directory.event("warning", reason=reason)
+
+    return Control(
+        signals,
+        stop_file=directory.stop_file,
+        hours=spec.limits.hours,
+        spent_s=spent_s,
+        tripwires=tripwires(spec.limits, channels=[active.name for active in loss.active], warn=warn),
+    )
 
 
 def _session(
@@ -137,13 +198,15 @@ def _session(
     plan: Plan,
     registry: Registry,
     objective: Objective,
-    signals: StopSignals,
+    control: Control,
     *,
+    checkpoint: Checkpoint | None,
     quiet: bool,
 ) -> RunSession:
     from composer_core.data.rewards import build_rewards
     from composer_core.run.progress import display
     from composer_core.run.session import RunSession
+    from composer_core.run.sinks import open_sinks
 
     return RunSession(
         directory,
@@ -151,8 +214,10 @@ def _session(
         upstream=plan.upstream,
         rewards=build_rewards(spec, registry),
         objective=objective,
-        signals=signals,
+        control=control,
+        sinks=open_sinks(spec.sinks, directory, resumed=checkpoint is not None) if _is_main() else (),
         display=display(spec.train.steps, sys.stderr, quiet=quiet or not _is_main()),
+        resume_from=checkpoint,
     )
 
 
@@ -182,8 +247,16 @@ def _report(directory: RunDirectory) -> None:
     except Exception as error:
         logger.exception("the report failed")
         reason = f"report.html could not be made: {type(error).__name__}: {error}"
-        directory.event("warning", reason=reason)
         print(f"warning: {reason}", file=sys.stderr)
+        with suppress(RunFailed):  # a full disk: it is said above
+            directory.event("warning", reason=reason)
+
+
+class _LogFile(logging.FileHandler):
+    """Without logging's own tracebacks on stderr when the disk is full: the run says that, in one line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing: there is no room to say it in the file, and nothing else to say."""
 
 
 @contextmanager
@@ -191,7 +264,7 @@ def _log_file(directory: RunDirectory) -> Iterator[None]:
     """Python's logging and warnings go to a file, so that the progress display keeps the console."""
     directory.logs.mkdir(exist_ok=True)
     name = "worker.log" if _is_main() else f"worker-{os.environ['RANK']}.log"
-    handler = logging.FileHandler(directory.logs / name, encoding="utf-8")
+    handler = _LogFile(directory.logs / name, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     level = root.level

@@ -35,6 +35,7 @@ class Sections:
         """All checks."""
         self._honoured()
         self._priced()
+        self._measured()
         self._reader()
         self._teachers()
 
@@ -69,6 +70,13 @@ class Sections:
             )
             fix = f"leave it out, or use a backend that has it: {', '.join(able)}" if able else "leave it out"
             self._refuse(key, f"backend {self.backend.name!r} does not have {key}", fix)
+
+    def _measured(self) -> None:
+        """A bound on the KL needs an objective that computes one."""
+        settings = self.spec.loss.objective.settings
+        if self.spec.limits.kl is not None and not getattr(settings, "kl_coef", 0):
+            fix = "loss.objective.kl_coef: a small number such as 0.001, or leave limits.kl out"
+            self._refuse("limits.kl", "the objective computes no KL to bound", fix)
 
     def _for_replay(self, key: str) -> bool:
         """Whether it is `composer-run replay` that reads or writes this, and the training run has no use for it."""

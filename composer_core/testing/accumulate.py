@@ -9,7 +9,7 @@ tests feed fixed rollouts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composer_core.batch import Batch, Rollouts, Seqs
-from composer_core.loss.composite import Breakdown, CompositeLoss, Rows, active_share
+from composer_core.errors import NonFinite
+from composer_core.loss.composite import POLICY, CompositeLoss, Rows
 from composer_core.loss.reduce import global_count
 from composer_core.loss.views import ModelView
+from composer_core.run.control import agree
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Window:
 
     rollouts: Rollouts
     rows: Rows
-    """Channel -> one row or None per sequence."""
+    """Channel -> one row or None per sequence, or the rows it drew."""
     splits: Sequence[Sequence[int]]
     """Indices of the sequences in each micro-batch."""
     longest: int
@@ -46,25 +48,42 @@ def accumulate_gradients(
         window: this rank's rollouts.
         base: step, total steps and temperature; the rest is filled in per micro-batch.
         reference: serves as both `reference` and (frozen) `teacher` to channels that ask for one.
+
+    Raises:
+        NonFinite: a loss is not finite on some rank; on all of them, with the text of the first.
     """
     counts = sum_over_ranks({**_own_counts(window), **loss.count(window.rows)})
     logged: defaultdict[str, float] = defaultdict(float)
-    for indices in window.splits:
-        rollouts = take(window.rollouts, indices)
-        batch = replace(base, rollouts=rollouts, counts=counts)
-        view = ModelView(policy, rollouts=rollouts.seqs, teacher=reference, reference=reference)
-        term = loss.policy(view, batch)
-        divisor = global_count(counts, term.count)
-        rows = {name: [channel_rows[i] for i in indices] for name, channel_rows in window.rows.items()}
-        parts = loss.channels(view, loss.batches(rows, batch))
-        total = term.sum / divisor + parts.total
-        # gradients are averaged over ranks below, as DDP does it: a local sum over a global count would arrive
-        # world_size times too small. Undo that once, here.
-        (world_size() * total).backward()  # type: ignore[no-untyped-call]
-        for name, value in _values(total, term.sum / divisor, term.metrics, parts, divisor=divisor):
-            logged[name] += float(value.detach())
+    fault = None
+    try:
+        for indices, rows in zip(window.splits, loss.split(window.rows, window.splits), strict=True):
+            batch = replace(base, rollouts=take(window.rollouts, indices), counts=counts)
+            for name, value in _add_gradients(policy, loss, batch, rows=rows, reference=reference).items():
+                logged[name] += float(value.detach())
+    except NonFinite as error:
+        fault = error.problem
+    # before the next collective, which a rank must not enter alone
+    if (fault := agree(fault)) is not None:
+        raise NonFinite(fault)
     _average_gradients(policy)
-    return {**sum_over_ranks(logged), **_facts(loss, counts), "tokens": counts["tokens"]}
+    return {**loss.metrics(sum_over_ranks(logged), counts), "tokens": counts["tokens"]}
+
+
+def _add_gradients(
+    policy: nn.Module, loss: CompositeLoss, batch: Batch, *, rows: Rows, reference: nn.Module | None
+) -> dict[str, Tensor]:
+    """One micro-batch's backward; its sums for the log."""
+    assert batch.rollouts is not None
+    view = ModelView(policy, rollouts=batch.rollouts.seqs, teacher=reference, reference=reference)
+    term = loss.policy(view, batch)
+    divisor = global_count(batch.counts, term.count)
+    parts = loss.channels(view, loss.batches(rows, batch))
+    total = term.sum / divisor + parts.total
+    # gradients are averaged over ranks later, as DDP does it: a local sum over a global count would arrive
+    # world_size times too small. Undo that once, here.
+    (world_size() * total).backward()  # type: ignore[no-untyped-call]
+    own = {f"{POLICY}/{key}": value / divisor for key, value in term.metrics.items()}
+    return {"loss/total": total, "loss/policy": term.sum / divisor, **own, **parts.sums()}
 
 
 def take(rollouts: Rollouts, indices: Sequence[int]) -> Rollouts:
@@ -133,27 +152,3 @@ def _average_gradients(policy: nn.Module) -> None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
             parameter.grad /= world_size()
-
-
-def _values(
-    total: Tensor, policy: Tensor, metrics: Mapping[str, Tensor], parts: Breakdown, *, divisor: float
-) -> Iterator[tuple[str, Tensor]]:
-    yield "loss/total", total
-    yield "loss/policy", policy
-    for key, value in metrics.items():
-        yield f"policy/{key}", value / divisor
-    for name, part in parts.terms.items():
-        yield f"loss/{name}", part.value
-        for key, value in part.metrics.items():
-            yield f"{name}/{key}", value
-
-
-def _facts(loss: CompositeLoss, counts: Mapping[str, float]) -> dict[str, float]:
-    """Per channel its weight, its share of active rows, and the tokens it counted (all actions if it counts none)."""
-    facts: dict[str, float] = {}
-    for active in loss.active:
-        name = active.name
-        facts[f"weight/{name}"] = active.weight
-        facts[f"active/{name}"] = active_share(counts, name)
-        facts[f"tokens/{name}"] = counts.get(f"{name}.tokens", counts["tokens"])
-    return facts

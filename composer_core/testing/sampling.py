@@ -6,13 +6,14 @@ No key-value cache: every token reads the whole text again, which is a few milli
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from composer_core.run.context import NamedReward
+from composer_core.run.metrics import eval_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -81,6 +82,24 @@ def score(
     columns = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
     given = {"prompts": [row["prompt"] for row in rows], "completion_ids": [c.ids for c in completions]}
     return {reward.name: reward.score(answers, **given, **columns) for reward in rewards}
+
+
+def evaluate(
+    complete: Callable[[list[Prompt]], list[Completion]],
+    rewards: Sequence[NamedReward],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    batch: int,
+) -> dict[str, float]:
+    """Metrics under `eval/` of one completion per row, generated `batch` at a time; a score that does not apply is
+    left out of its mean.
+    """
+    scores: dict[str, list[float | None]] = {reward.name: [] for reward in rewards}
+    for start in range(0, len(rows), batch):
+        part = rows[start : start + batch]
+        for name, values in score(rewards, part, complete([row["prompt"] for row in part])).items():
+            scores[name] += values
+    return eval_metrics(scores, [weigh(rewards, scores, index=i) for i in range(len(rows))])
 
 
 def weigh(rewards: Sequence[NamedReward], scores: Mapping[str, Sequence[float | None]], *, index: int) -> float:

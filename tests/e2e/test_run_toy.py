@@ -44,7 +44,7 @@ def test_a_spec_trains_and_leaves_what_the_readme_promises(tmp_path):
     assert {line["step"] for line in read_jsonl(run.rollouts)} == {2, 4, 6}
     assert [step for step, _ in run.complete_checkpoints()] == [3, 6]
     assert (run.complete_model() / "model.safetensors").is_file()
-    assert run.report.read_text().count("<svg") == 5  # reward, two losses, gradient norm, step time
+    assert run.report.read_text().count("<svg") == 4  # reward, loss, gradient norm, step time
     missing = [
         name for name in run.read_json("plan.json")["files"] if "step_N" not in name and not (run.path / name).exists()
     ]

@@ -129,6 +129,22 @@ class BackendContract:
         saved = [run / "model" / "COMPLETE", run / "checkpoints" / f"step_{steps}" / "COMPLETE"]
         assert any(path.is_file() for path in saved)
 
+    def test_a_resumed_run_ends_as_if_it_had_never_stopped(
+        self, spec_text: str, environment: Mapping[str, str], finished: Path, tmp_path: Path
+    ) -> None:
+        first = _command(tmp_path, spec_text, "train.steps=2", "train.log_every=1", "checkpoint.every=2")
+        resume = [*first[: first.index("run")], "resume", "latest", "train.steps=3", "--runs", "runs", "--quiet"]
+        for command in (first, resume):
+            done = subprocess.run(command, cwd=tmp_path, env=_environment(environment), capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+        run = _only_run(tmp_path)
+        assert [_without_times(line) for line in _metrics(run)] == [_without_times(line) for line in _metrics(finished)]
+        saved = [
+            {file.name: file.read_bytes() for file in (r / "model").glob("*.safetensors")} for r in (run, finished)
+        ]
+        assert saved[0]
+        assert saved[0] == saved[1]
+
     def test_its_channels_have_the_cores_gradients(self, tiny_model_folder: Path) -> None:
         from composer_core.hf.models import load_policy
 
@@ -161,6 +177,11 @@ def _only_run(folder: Path) -> Path:
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _without_times(line: Mapping[str, Any]) -> dict[str, Any]:
+    timed = ("time", "tokens_per_s")
+    return {name: value for name, value in line.items() if name not in timed and "step_time" not in name}
 
 
 def _start(run: Path) -> Path:

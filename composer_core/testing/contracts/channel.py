@@ -32,9 +32,12 @@ from composer_core.protocols import (
 from composer_core.testing.accumulate import Window, accumulate_gradients
 
 NAME = "under-test"
+OTHERS: tuple[Model, ...] = ("teacher", "reference")
 SPLITS: tuple[Sequence[Sequence[int]], ...] = ([[0, 1, 2, 3]], [[0], [1], [2], [3]], [[2], [3, 0, 1]])
 
 
+# its model is of no type that the fused losses know, which is nothing the author of a channel can change
+@pytest.mark.filterwarnings("ignore:SmallModel is no model type:UserWarning")
 class ChannelContract:
     """Give the fixture `channel`; override `needs` (what its contribution declares) and `columns` (its data row)."""
 
@@ -66,7 +69,7 @@ class ChannelContract:
         self, channel: LossChannel, columns: Mapping[str, Any]
     ) -> None:
         model, window = SmallModel(), _window(channel, columns)
-        term = _term(channel, ModelView(model, rollouts=window.rollouts.seqs), window)
+        term = _term(channel, _view(model, window), window)
         assert term.sum.shape == ()
         assert term.sum.isfinite()
         assert all(not value.requires_grad for value in term.metrics.values())
@@ -77,7 +80,7 @@ class ChannelContract:
         self, channel: LossChannel, columns: Mapping[str, Any]
     ) -> None:
         window = _window(channel, columns, rows=[None] * 4)
-        term = _term(channel, ModelView(SmallModel(), rollouts=window.rollouts.seqs), window)
+        term = _term(channel, _view(SmallModel(), window), window)
         assert term.sum.isfinite()
         assert term.sum.requires_grad, "every rank must run the same backward"
 
@@ -93,14 +96,14 @@ class ChannelContract:
 
     def test_it_asks_only_for_divergences_it_announced(self, channel: LossChannel, columns: Mapping[str, Any]) -> None:
         window = _window(channel, columns)
-        view = _Recording(ModelView(SmallModel(), rollouts=window.rollouts.seqs))
+        view = _Recording(_view(SmallModel(), window))
         _term(channel, view, window)
         assert view.asked <= set(channel.divergences(0))
 
     def test_with_weight_zero_it_is_not_computed(self, channel: LossChannel, columns: Mapping[str, Any]) -> None:
         model, window = SmallModel(), _window(channel, columns)
         loss = _composite(channel, weight=0.0)
-        view = ModelView(model, rollouts=window.rollouts.seqs)
+        view = _view(model, window)
         result = loss.channels(view, loss.batches(window.rows, Batch(rollouts=window.rollouts)))
         assert (float(result.total), result.terms, model.forwards) == (0.0, {}, 0)
 
@@ -108,25 +111,25 @@ class ChannelContract:
         if not isinstance(channel, Stateful):
             pytest.skip("this channel has no state")
         saved = dict(channel.state_dict())
-        channel.on_step_end(1, {f"loss/{NAME}": 1.0, "loss/total": 1.0})
+        _composite(channel).on_step_end(1, {f"loss/{NAME}": 1.0, "loss/total": 1.0})
         channel.load_state_dict(saved)
         assert _plain(channel.state_dict()) == _plain(saved)
 
     def test_through_log_probs_alone_it_has_the_same_gradient(
         self, channel: LossChannel, columns: Mapping[str, Any], needs: frozenset[Need]
     ) -> None:
-        if not needs <= {Need.LOGPS, Need.PAIRS}:
+        if not needs <= {Need.LOGPS, Need.PAIRS, Need.REFERENCE, Need.STATE}:
             pytest.skip("this channel needs more than log-probs")
         model, window = SmallModel(), _window(channel, columns)
         batch = _batch(channel, window)
-        direct = torch.autograd.grad(
-            channel.loss(ModelView(model, rollouts=window.rollouts.seqs), batch).sum, list(model.parameters())
-        )
+        direct = torch.autograd.grad(channel.loss(_view(model, window), batch).sum, list(model.parameters()))
         known = [KnownLogps(seqs, _logps(model, seqs)) for seqs in _sequences(batch)]
-        leaf = LeafView(known, temperature=batch.temperature)
+        frozen = [KnownLogps(seqs, _logps(model, seqs), other) for seqs in _sequences(batch) for other in OTHERS]
+        leaf = LeafView([*known, *frozen], temperature=batch.temperature, rollouts=window.rollouts.seqs)
         coefficients = leaf.coefficients(channel.loss(leaf, batch).sum)
         weighted = sum((c * k.logps).sum() for c, k in zip(coefficients, known, strict=True))
         assert isinstance(weighted, Tensor)
+        assert any(gradient.any() for gradient in direct), "these rollouts give it nothing to do: give `columns`"
         for through, expected in zip(torch.autograd.grad(weighted, list(model.parameters())), direct, strict=True):
             assert torch.allclose(through, expected, rtol=1e-6, atol=1e-12)
 
@@ -217,7 +220,9 @@ def _composite(channel: LossChannel, *, weight: float = 0.5) -> CompositeLoss:
 
 
 def _rows(channel: LossChannel, columns: Mapping[str, Any]) -> list[Row | None]:
-    return [channel.prepare(text) for text in _texts(columns)]
+    """What it makes of the rollouts, or its own rows where it has some."""
+    drawn = _composite(channel).draw(step=1, rank=0, world=1)
+    return list(drawn[NAME]) if drawn else [channel.prepare(text) for text in _texts(columns)]
 
 
 def _window(
@@ -228,7 +233,7 @@ def _window(
     rows: Sequence[Row | None] | None = None,
 ) -> Window:
     texts = _texts(columns)
-    prepared: Rows = {NAME: rows if rows is not None else [channel.prepare(text) for text in texts]}
+    prepared: Rows = {NAME: rows if rows is not None else _rows(channel, columns)}
     return Window(rollouts=_rollouts(texts), rows=prepared, splits=splits, longest=6)
 
 
@@ -243,6 +248,10 @@ def _batch(channel: LossChannel, window: Window) -> Batch:
     loss = _composite(channel)
     base = Batch(rollouts=window.rollouts, counts=counts | loss.count(window.rows))
     return loss.batches(window.rows, base)[NAME]
+
+
+def _view(model: nn.Module, window: Window) -> ModelView:
+    return ModelView(model, rollouts=window.rollouts.seqs, teacher=SmallModel(), reference=SmallModel())
 
 
 def _term(channel: LossChannel, view: PolicyView, window: Window) -> Term:
@@ -266,7 +275,9 @@ def _logps(model: nn.Module, seqs: Seqs) -> Tensor:
 
 def _sequences(batch: Batch) -> list[Seqs]:
     found = [] if batch.rollouts is None else [batch.rollouts.seqs]
-    return found if batch.pairs is None else [*found, batch.pairs.chosen, batch.pairs.rejected]
+    if batch.pairs is not None:
+        found += [batch.pairs.chosen, batch.pairs.rejected]
+    return found if batch.hints is None else [*found, batch.hints.seqs]
 
 
 def _plain(state: Mapping[str, Any]) -> Any:

@@ -13,11 +13,12 @@ from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig
 
-from composer_core.errors import RunFailed, UsageError
+from composer_core.errors import NonFinite, RunFailed, UsageError
 from composer_core.hf.models import load_policy, load_tokenizer
 from composer_core.loss.composite import CompositeLoss
 from composer_core.protocols import TrainResult
 from composer_core.run.context import RolloutSample, RunContext
+from composer_core.run.state import load_state, save_state
 from composer_core.spec.model import LoraSpec, RunSpec
 from composer_trl import surface
 from composer_trl.metrics import MetricNames
@@ -40,22 +41,18 @@ class TrlBackend:
 
         The policy loss is TRL's own; the plan admits no channels and only native objectives, so `loss` is not asked.
         """
-        config = config_of(run)
-        dataset = rows_dataset(_checked(run.prompts(), run.spec))
-        folder = run.model_folder()
-        listener = RunListener(run)
-        trainer = ComposerGRPOTrainer(
-            load_policy(folder, dtype=run.spec.model.dtype, trust_remote_code=run.spec.model.trust_remote_code),
-            [reward.score for reward in run.rewards],
-            config,
-            train_dataset=dataset,
-            processing_class=load_tokenizer(folder),
-            peft_config=lora_config(run.spec.model.lora),
-            callbacks=[listener],
-            on_generation=listener.on_generation,
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
+        listener = RunListener(run, loss)
+        trainer = _trainer(run, listener)
+        listener.trainer = trainer
+        resume = run.resume_from
+        if resume is not None:
+            trainer.go_to(load_state(resume.folder, PLACE))
+            loss.load_state_dict(load_state(resume.folder, LOSS))
+        try:
+            trainer.train(resume_from_checkpoint=None if resume is None else str(resume.folder))
+        except NonFinite as error:
+            listener.stopped = error.problem
+            listener.save_last_step()
         steps = trainer.state.global_step
         if not listener.stopped and steps != run.spec.train.steps:
             raise RunFailed(f"trl ended after {steps} of {run.spec.train.steps} steps without saying why")
@@ -64,26 +61,73 @@ class TrlBackend:
         return TrainResult(steps=steps, stopped=listener.stopped)
 
 
-class RunListener(TrainerCallback):  # type: ignore[misc]
-    """Carries what happens in the trainer into the run: metrics, samples, checkpoints, and a wish to stop back."""
+def _trainer(run: RunContext, listener: RunListener) -> ComposerGRPOTrainer:
+    folder, model = run.model_folder(), run.spec.model
+    held_out = run.eval_prompts()
+    trainer = ComposerGRPOTrainer(
+        load_policy(folder, dtype=model.dtype, trust_remote_code=model.trust_remote_code),
+        [reward.score for reward in run.rewards],
+        config_of(run),
+        train_dataset=rows_dataset(_checked(run.prompts(), run.spec)),
+        eval_dataset=rows_dataset(held_out) if held_out else None,
+        processing_class=load_tokenizer(folder),
+        peft_config=lora_config(model.lora),
+        callbacks=[listener],
+        on_generation=listener.on_generation,
+        on_evaluation=listener.on_evaluation,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
-    def __init__(self, run: RunContext) -> None:
+
+PLACE, LOSS = "trl", "loss"
+"""States in a checkpoint beside trl's own files."""
+
+
+class RunListener(TrainerCallback):  # type: ignore[misc]
+    """Carries what happens in the trainer into the run: metrics, samples, checkpoints, and a wish to stop back.
+
+    A step that is saved, evaluated, or the last one is logged too, whatever `train.log_every` says: so trl holds no
+    half-full averages at a checkpoint, and evaluations stand in their step's line.
+    """
+
+    trainer: ComposerGRPOTrainer
+    """Set once it is there: it takes its callbacks when it is made."""
+
+    def __init__(self, run: RunContext, loss: CompositeLoss) -> None:
         self.run = run
         self.stopped = ""
+        self._loss = loss
         self._names = MetricNames()
+        self._line: dict[str, float] = {}
+        self._place: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A resumed trainer brings the intervals of its checkpoint; those of this run hold."""
+        state.compute_steps(args, state.max_steps)
+        self._names.tokens = state.num_input_tokens_seen
+        self._place = self.trainer.place()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note the place, and stop at this step boundary where there is a reason to."""
+        self._place = self.trainer.place()
+        last = state.global_step == args.max_steps
+        control.should_evaluate = control.should_evaluate or (last and self.run.spec.data.eval is not None)
+        self._ask(args, state, control)
+        control.should_log = control.should_log or control.should_save or control.should_evaluate or last
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, float], **_: Any) -> None:
         """One step's metrics; the closing summary of the whole run has no loss and is left out."""
-        if "loss" in logs and self.run.is_main:
-            self.run.log_step(state.global_step, self._names.translate(logs))
+        if "loss" not in logs:
+            return
+        self._line = self._names.translate(logs)
+        if not control.should_evaluate:
+            self._log(args, state, control)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stop at a step boundary, with a checkpoint."""
-        reason = self.run.stop_reason()
-        if reason is not None and state.global_step < args.max_steps:
-            self.stopped = reason
-            control.should_training_stop = True
-            control.should_save = True
+    def on_evaluation(self, control: Any, metrics: Mapping[str, float]) -> None:
+        """Complete the line of the step that was evaluated."""
+        self._line |= metrics
+        self._log(self.trainer.args, self.trainer.state, control)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Publish what the trainer wrote into its scratch folder as a complete checkpoint."""
@@ -94,7 +138,26 @@ class RunListener(TrainerCallback):  # type: ignore[misc]
             for item in written.iterdir():
                 os.replace(item, folder / item.name)
             _drop_pickled_arguments(folder)
+            save_state(folder, PLACE, self._place)
+            save_state(folder, LOSS, self._loss.state_dict())
         written.rmdir()
+
+    def save_last_step(self) -> None:
+        """After a step that was not applied: a checkpoint of the one before, where there was one."""
+        if self.trainer.state.global_step:
+            self.trainer.save_at(self._place)
+            self.on_save(self.trainer.args, self.trainer.state, self.trainer.control)
+
+    def _log(self, args: Any, state: Any, control: Any) -> None:
+        if self.run.is_main:
+            self.run.log_step(state.global_step, self._line)
+        self._ask(args, state, control)  # what was logged may be a reason
+
+    def _ask(self, args: Any, state: Any, control: Any) -> None:
+        reason = self.run.stop_reason()
+        if reason is not None and state.global_step < args.max_steps:
+            self.stopped = reason
+            control.should_training_stop = control.should_save = True
 
     def on_generation(self, generation: Generation) -> None:
         """Keep some completions for reading, spread over the prompts, on steps that are logged."""

@@ -55,6 +55,10 @@ OWNED: dict[str, str] = {
     "save_strategy": "checkpoint.every",
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
+    "eval_strategy": "data.eval",
+    "eval_steps": "data.eval.every",
+    "per_device_eval_batch_size": "nothing: it follows from data.eval.group_size",
+    "num_generations_eval": "data.eval.group_size",
     "resume_from_checkpoint": "nothing: a run starts from its own checkpoints",
     "remove_unused_columns": "nothing: all columns reach the rewards",
     "reward_weights": "data.rewards[].weight",
@@ -89,11 +93,31 @@ def derive(spec: RunSpec) -> Derived:
     problems = [*_batch_problems(spec), *_option_problems(options)]
     if problems:
         raise SpecError(problems)
-    train = spec.train
-    sequences, micro = train.sequences_per_step, train.micro_batch_size
-    accumulation = sequences // micro
     upstream = {
-        "per_device_train_batch_size": micro,
+        **_batch_fields(spec),
+        **_train_fields(spec),
+        **_objective_fields(spec),
+        **_eval_fields(spec),
+        "report_to": "none",
+        **options,
+    }
+    train = spec.train
+    numbers = {
+        "sequences per step": train.sequences_per_step,
+        "micro-batch (sequences)": train.micro_batch_size,
+        "accumulated micro-batches": upstream["gradient_accumulation_steps"],
+        "optimiser steps per generation": train.iterations,
+        "prompts seen in the run": train.prompts_per_step * -(-train.steps // train.iterations),
+        "longest completion (tokens)": train.max_completion_tokens,
+    }
+    return Derived(numbers=numbers, upstream=upstream, notes=tuple(_notes(spec)))
+
+
+def _batch_fields(spec: RunSpec) -> Mapping[str, Any]:
+    train = spec.train
+    accumulation = train.sequences_per_step // train.micro_batch_size
+    return {
+        "per_device_train_batch_size": train.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "steps_per_generation": accumulation,
         "num_generations": train.group_size,
@@ -103,6 +127,12 @@ def derive(spec: RunSpec) -> Derived:
         "temperature": train.temperature,
         "top_p": train.top_p,
         "top_k": train.top_k,
+    }
+
+
+def _train_fields(spec: RunSpec) -> Mapping[str, Any]:
+    train = spec.train
+    return {
         "learning_rate": train.learning_rate,
         "lr_scheduler_type": train.schedule,
         "warmup_steps": train.warmup_steps,
@@ -116,24 +146,25 @@ def derive(spec: RunSpec) -> Derived:
         "save_steps": spec.checkpoint.every or train.steps,
         "reward_weights": [reward.weight for reward in spec.data.rewards],
         "trust_remote_code": spec.model.trust_remote_code,
-        **_objective_fields(spec),
-        "report_to": "none",
-        **options,
     }
-    numbers = {
-        "sequences per step": sequences,
-        "micro-batch (sequences)": micro,
-        "accumulated micro-batches": accumulation,
-        "optimiser steps per generation": train.iterations,
-        "prompts seen in the run": train.prompts_per_step * -(-train.steps // train.iterations),
-        "longest completion (tokens)": train.max_completion_tokens,
-    }
-    return Derived(numbers=numbers, upstream=upstream, notes=tuple(_notes(spec)))
 
 
 def _objective_fields(spec: RunSpec) -> Mapping[str, Any]:
     objective = spec.loss.objective
     return config_fields(objective.name, objective.settings) if objective.name in NATIVE else {}  # type: ignore[arg-type]
+
+
+def _eval_fields(spec: RunSpec) -> Mapping[str, Any]:
+    held_out = spec.data.eval
+    if held_out is None:
+        return {}
+    groups = max(1, spec.train.micro_batch_size // held_out.group_size)  # trl wants whole groups in a batch
+    return {
+        "eval_strategy": "steps",
+        "eval_steps": held_out.every,
+        "num_generations_eval": held_out.group_size,
+        "per_device_eval_batch_size": groups * held_out.group_size,
+    }
 
 
 def _batch_problems(spec: RunSpec) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ _NAMES = {
     "step_time": "step_time",
     "grad_norm": "grad_norm",
     "learning_rate": "learning_rate",
+    "kl": "policy/kl",
 }
 
 
@@ -20,7 +21,8 @@ _NAMES = {
 class MetricNames:
     """Translates consecutive log entries of one training run."""
 
-    _tokens: float = 0.0
+    tokens: float = 0.0
+    """Seen so far; a run that goes on begins with those of its checkpoint."""
     _time: float = field(default_factory=time.perf_counter)
 
     def translate(self, logs: Mapping[str, float | None]) -> dict[str, float]:
@@ -29,8 +31,8 @@ class MetricNames:
         metrics = {_NAMES.get(name, f"upstream/{name}"): value for name, value in logs.items() if value is not None}
         tokens = logs.get("num_tokens")
         if tokens is not None:
-            metrics["tokens_per_s"] = (tokens - self._tokens) / (now - self._time)
-            self._tokens = tokens
+            metrics["tokens_per_s"] = (tokens - self.tokens) / (now - self._time)
+            self.tokens = tokens
         self._time = now
         if "loss/total" in metrics:  # without channels the policy loss is all there is
             metrics["loss/policy"] = metrics["loss/total"]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from composer_core.errors import Problem, SpecError
 from composer_core.loss.presets import PRESETS
 from composer_core.plugins.builtin_settings import (
     CispoSettings,
@@ -78,8 +79,24 @@ _CLIP_FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
+_SERVED: dict[str, frozenset[str]] = {
+    "ppo": frozenset({"epsilon", "epsilon_high", "delta"}),
+    "cispo": frozenset({"epsilon_high"}),
+    "sapo": frozenset({"temperature_positive", "temperature_negative"}),
+    "vespo": frozenset({"k_positive", "lambda_positive", "k_negative", "lambda_negative"}),
+}
+"""Settings that the functions above turn into fields, beside those that `config_fields` does itself."""
+
+
 def config_fields(objective: str, settings: ObjectiveSettings) -> dict[str, Any]:
-    """GRPOConfig fields of one of the `NATIVE` objectives."""
+    """GRPOConfig fields of one of the `NATIVE` objectives.
+
+    Raises:
+        SpecError: a setting that the trainer's own code does not have.
+    """
+    problems = _unserved(objective, settings)
+    if problems:
+        raise SpecError(problems)
     native = NATIVE[objective]
     return {
         "loss_type": native.loss_type,
@@ -89,3 +106,23 @@ def config_fields(objective: str, settings: ObjectiveSettings) -> dict[str, Any]
         "mask_truncated_completions": settings.drop_truncated,
         **_CLIP_FIELDS[PRESETS[objective].clip](settings),
     }
+
+
+def _unserved(objective: str, settings: ObjectiveSettings) -> list[Problem]:
+    """Settings away from their default that would otherwise be ignored, or that TRL would read differently."""
+    served = _SERVED[PRESETS[objective].clip] | {"scale_rewards", "kl_coef", "drop_truncated"}
+    left_out = [
+        name
+        for name, field in type(settings).model_fields.items()
+        if name not in served and getattr(settings, name) != field.default
+    ]
+    if settings.scale_rewards == "mean":
+        left_out.append("scale_rewards")
+    return [
+        Problem(
+            key=f"loss.objective.{name}",
+            problem=f"TRL computes {objective} with its own code, which does not have this",
+            fix="leave it out, or use a backend that runs the core's objectives",
+        )
+        for name in left_out
+    ]

@@ -19,6 +19,7 @@ def composer_backends() -> Iterable[BackendPlugin]:
         target="composer_trl.backend:TrlBackend",
         settings=TrlSettings,
         native_objectives=frozenset(NATIVE),
+        honours=frozenset({"data.eval", "limits.kl"}),
         derive=derive,
         install_hint="pip install composer-trl",
     )

@@ -1,7 +1,10 @@
 """TRL's private surface that we stand on, checked at start. The only file that names it; see trainer.py for the use.
 
 trl 1.16 declares none of this stable: `_generate_and_score_completions` is where completions, rewards and advantages
-come together, and `_logs` is the only place where they are all kept.
+come together, and `_logs` is the only place where they are all kept. `_step`, `_buffered_inputs` and the sampler are
+what trl does not restore when it resumes: it would begin a new generation in the middle of one, and the second time
+through the data in the order of the first. `training_step` and `_clip_grad_norm` are the last places before a step is
+applied.
 """
 
 from __future__ import annotations
@@ -21,10 +24,18 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     ),
     "_generate_and_score_completions": ("self", "inputs"),
     "save_model": ("self", "output_dir", "_internal_call"),
+    "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
+    "_get_train_sampler": ("self", "dataset"),
+    "_save_checkpoint": ("self", "model", "trial"),
+    "_clip_grad_norm": ("self", "model"),
+    "training_step": ("self", "model", "inputs", "num_items_in_batch"),
+    "evaluate": ("self", "eval_dataset", "ignore_keys", "metric_key_prefix"),
 }  # fmt: skip
 
 LOG_KEYS = frozenset({"prompt", "completion", "rewards", "advantages"})
 """Of `GRPOTrainer._logs`; an instance attribute, so `trainer.py` checks it after construction."""
+ATTRIBUTES = frozenset({"_step", "_buffered_inputs", "reward_weights", "reward_func_names"})
+"""Instance attributes, checked likewise."""
 
 
 def problems() -> list[str]:

@@ -11,7 +11,7 @@ from composer_trl.po_config import PO_OBJECTIVES, make_po_config
 from composer_trl.settings import TrlSettings
 
 
-def spec(*, objective="grpo", options=None, model=None, checkpoint=None, **train):
+def spec(*, objective="grpo", options=None, model=None, checkpoint=None, held_out=None, **train):
     def plugged(kind, use, settings, weight=1.0):
         return Plugged(kind, use, "test 0", settings, weight)
 
@@ -22,6 +22,7 @@ def spec(*, objective="grpo", options=None, model=None, checkpoint=None, **train
         data={
             "prompts": {"builtin": "digits"},
             "rewards": [plugged(Kind.REWARD, "regex", RegexSettings(pattern="[0-9]"), 0.5)],
+            "eval": held_out,
         },
         loss={"objective": plugged(Kind.OBJECTIVE, objective, OBJECTIVE_SETTINGS[objective]())},
         train={"steps": 10} | train,
@@ -64,8 +65,18 @@ def test_what_derive_gives_is_a_valid_grpo_config(tmp_path):
         assert {name: getattr(config, name) for name in PO_OBJECTIVES[objective]} == PO_OBJECTIVES[objective]
 
 
+@pytest.mark.parametrize(("group", "batch"), [(1, 8), (3, 6), (16, 16)], ids=["one", "whole-groups", "one-large-group"])
+def test_held_out_prompts_are_evaluated_in_whole_groups_near_the_micro_batch(group, batch, tmp_path):
+    held_out = {"builtin": "digits", "every": 7, "group_size": group}
+    upstream = derive(spec(held_out=held_out, prompts_per_step=2, group_size=4)).upstream  # a micro-batch of 8
+    config = GRPOConfig(**upstream, output_dir=str(tmp_path))
+    assert (config.eval_strategy, config.eval_steps) == ("steps", 7)
+    assert (config.num_generations_eval, config.per_device_eval_batch_size) == (group, batch)
+
+
 def test_every_key_that_derive_sets_is_owned_by_the_spec():
-    sets = set(derive(spec()).upstream) | {key for name in NATIVE for key in PO_OBJECTIVES[name]}
+    derived = derive(spec(held_out={"builtin": "digits"})).upstream
+    sets = set(derived) | {key for name in NATIVE for key in PO_OBJECTIVES[name]}
     assert sets - set(OWNED) == {"report_to"}  # the one default that options may replace
 
 

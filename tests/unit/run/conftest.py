@@ -38,10 +38,11 @@ def write_spec(tmp_path):
 def planned(tmp_path, write_spec):
     """The directory of a run that is planned and not started."""
 
-    def plan(do):
+    def plan(do, *overrides):
         registry = Registry.discover()
-        loaded = load_spec(write_spec(do), registry)
+        loaded = load_spec(write_spec(do), registry, overrides=overrides)
         directory = create_run(tmp_path / "runs", loaded.spec.name)
+        directory.write_text("spec.yaml", loaded.text)
         directory.write_json("plan.json", make_plan(loaded, registry).to_json())
         return directory
 

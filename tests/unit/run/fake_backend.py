@@ -15,11 +15,14 @@ from composer_core.run.context import RolloutSample
 
 class FakeSettings(Settings):
     do: str = "finish"
+    series: dict[str, list[float]] = {}
+    """Metrics of the first steps, beside or instead of the usual ones."""
 
 
 class FakeBackend:
     def __init__(self, settings):
         self.do = settings.do
+        self.series = settings.series
 
     def check(self):
         return ["acme 1.2 has no Trainer", "acme needs a GPU"] if self.do == "check" else []
@@ -33,11 +36,21 @@ class FakeBackend:
             return 1 / 0
         if self.do == "exit":
             sys.exit(0)
-        for step in range(1, run.spec.train.steps + 1):
-            run.log_step(step, {"reward/mean": step / 10, "loss/total": 1.0 / step})
+        first = 1 if run.resume_from is None or self.do == "forget" else run.resume_from.step + 1
+        if run.resume_from is not None and self.do == "idle":
+            return TrainResult(run.resume_from.step)
+        if run.resume_from is not None:  # it finds there what it had left
+            assert (run.resume_from.folder / "weights").read_text() == str(run.resume_from.step)
+        for step in range(first, run.spec.train.steps + 1):
+            own = {name: values[step - 1] for name, values in self.series.items() if step <= len(values)}
+            if self.do == "nan" and step == 2:
+                own["loss/total"] = float("nan")
+            run.log_step(step, {"reward/mean": step / 10, "loss/total": 1.0 / step, **own})
             run.log_rollouts(step, [RolloutSample("2+2?", f"<script>alert({step})</script>", {"regex": 0.5}, 0.1)])
             with run.checkpoint(step) as folder:
                 (folder / "weights").write_text(str(step))
+                if self.do == "fill" and step == 2:
+                    (folder / "ballast").write_bytes(b"x" * 4_000_000)
             if self.do == "die" and step == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             while self.do == "wait" and run.stop_reason() is None:
@@ -57,4 +70,5 @@ def composer_backends():
         target=f"{__name__}:FakeBackend",
         settings=FakeSettings,
         native_objectives=frozenset({"grpo"}),
+        honours=frozenset({"limits.kl"}),
     )

@@ -37,8 +37,11 @@ def test_a_failed_write_leaves_the_old_content_and_no_temporary_file(tmp_path, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(RunFailed) as caught:
         write_text(path, "new")
+    assert str(caught.value) == (
+        f"{path}: the disk is full\n  fix: free some room, then `composer-run resume` goes on from the checkpoint"
+    )
     assert path.read_text() == "old"
     assert names(tmp_path) == ["a.txt"]
 

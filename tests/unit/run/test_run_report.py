@@ -151,6 +151,27 @@ def test_each_loss_has_a_picture_of_its_own(directory):
     assert [title for title in titles if title not in text] == []
 
 
+def test_a_policy_loss_that_is_the_total_has_no_picture_of_its_own(directory):
+    log = MetricsLog(directory.metrics)
+    for step, loss in enumerate((0.5, math.nan, 0.25), 1):
+        log.log(step, {"loss/total": loss, "loss/policy": loss})
+    page = page_of(directory)
+    assert page.tags.count("svg") == 1
+    assert "Loss: policy" not in "".join(page.text)
+    log.log(4, {"loss/total": 0.5, "loss/policy": 0.4})
+    assert page_of(directory).tags.count("svg") == 2
+
+
+def test_the_page_of_a_long_run_says_that_points_are_averaged(directory):
+    log = MetricsLog(directory.metrics)
+    for step in range(1, MOST_POINTS + 1):
+        log.log(step, {"reward/mean": 0.5})
+    assert "The run is long" not in "".join(page_of(directory).text)
+    log.log(MOST_POINTS + 1, {"reward/mean": 0.5})
+    # 601 values in runs of ceil(601 / 600) = 2
+    assert "The run is long: a point is the mean of 2 logged steps." in page_of(directory).text
+
+
 def test_a_chart_takes_its_colours_from_the_page_and_names_no_font():
     svg = draw(Chart("Loss", [Line("a", [1, 2], [1.0, 2.0], [0.1, 0.1]), Line("b", [1, 2], [2.0, 1.0], colour=1)]))
     assert set(re.findall(r"var\(--(\w+)\)", svg)) == {"c0", "c1", "muted", "line"}

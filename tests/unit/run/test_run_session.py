@@ -6,15 +6,22 @@ import textwrap
 
 import pytest
 
-from composer_core.run.context import RolloutSample
-from composer_core.run.control import StopSignals
+from composer_core.errors import RunFailed
+from composer_core.plugins.contributions import Kind
+from composer_core.plugins.settings import NoSettings
+from composer_core.run.context import Checkpoint, RolloutSample
+from composer_core.run.control import Control, StopSignals
 from composer_core.run.directory import create_run
-from composer_core.run.files import read_jsonl
+from composer_core.run.files import marker, read_jsonl
 from composer_core.run.progress import Silent
 from composer_core.run.session import RunSession
-from composer_core.spec.model import CheckpointSpec, RunSpec
+from composer_core.spec.model import CheckpointSpec, Plugged, RunSpec, TrainSpec
 
-SPEC = RunSpec.model_construct(checkpoint=CheckpointSpec(keep=2))
+SPEC = RunSpec.model_construct(
+    checkpoint=CheckpointSpec(keep=2),
+    train=TrainSpec(steps=9),
+    backend=Plugged(Kind.BACKEND, "fake", "test 0", NoSettings()),
+)
 
 
 @pytest.fixture
@@ -22,9 +29,10 @@ def directory(tmp_path):
     return create_run(tmp_path, "r")
 
 
-def session(directory, signals=None):
-    signals = signals or StopSignals()
-    return RunSession(directory, SPEC, upstream={}, rewards=[], objective=None, signals=signals, display=Silent())
+def session(directory, signals=None, **more):
+    control = Control(signals or StopSignals(), stop_file=directory.stop_file)
+    more = {"display": Silent(), "control": control} | more
+    return RunSession(directory, SPEC, upstream={}, rewards=[], objective=None, **more)
 
 
 def use_everything(run):
@@ -95,3 +103,48 @@ def test_a_second_interrupt_ends_the_process_at_once():
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (130, "")
+
+
+class Gone:
+    """A terminal that went away."""
+
+    def step(self, step, metrics):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    def close(self):
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_terminal_that_is_gone_is_reported_and_the_run_goes_on(directory):
+    run = session(directory, display=Gone())
+    for step in (1, 2):
+        run.log_step(step, {"reward/mean": 1.0})
+    run.close()
+    assert [line["step"] for line in read_jsonl(directory.metrics)] == [1, 2]
+    reasons = [line["reason"] for line in read_jsonl(directory.events)]
+    assert reasons == ["no progress is shown from step 1 on: [Errno 32] Broken pipe"]
+
+
+def test_what_a_killed_process_left_in_its_scratch_folder_is_gone(directory):
+    left = directory.scratch / "rank0" / "checkpoint-3"
+    left.mkdir(parents=True)
+    run = session(directory)
+    assert list(run.scratch.iterdir()) == []
+
+
+def test_a_checkpoint_remembers_the_prompts_it_was_made_with(directory):
+    run = session(directory)
+    with run.checkpoint(1) as folder:
+        (folder / "weights").write_text("w")
+    assert marker(directory.checkpoints / "step_1")["prompts"] == ""  # nobody has asked for them yet
+
+
+@pytest.mark.parametrize("first", [3, 2, 5], ids=["the-next", "trained-already", "too-late"])
+def test_a_resumed_backend_must_log_a_step_of_the_next_interval_first(directory, first):
+    run = session(directory, resume_from=Checkpoint(2, directory.path))
+    if first == 3:
+        run.log_step(3, {})
+        run.log_step(9, {})
+        return
+    with pytest.raises(RunFailed, match=f"backend 'fake' resumed after step 2, but logs step {first} first"):
+        run.log_step(first, {})

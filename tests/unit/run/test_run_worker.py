@@ -96,7 +96,7 @@ def test_only_the_main_process_of_several_writes(planned, monkeypatch):
     directory = planned("finish")
     assert worker.main([str(directory.plan)]) == 0
     left = sorted(str(path.relative_to(directory.path)) for path in directory.path.rglob("*") if path.is_file())
-    assert left == ["logs/worker-1.log", "plan.json"]
+    assert left == ["logs/worker-1.log", "plan.json", "spec.yaml"]
 
 
 def test_logging_is_left_as_it_was(planned):

@@ -45,6 +45,8 @@ class Able:
 
 def with_section(load, text, key):
     written = WRITTEN[key]
+    if key == "limits.kl":
+        text = text.replace("{use: grpo}", "{use: grpo, kl_coef: 0.1}")
     return load(text, written) if "=" in written else load(f"{text}{written}\n")
 
 
@@ -63,6 +65,15 @@ def test_a_section_needs_a_backend_that_honours_it(load, registry, spec_text, ke
     (problem,) = error.value.problems
     assert (problem.key, problem.problem) == (key, f"backend 'small' does not have {key}")
     assert problem.fix.startswith("leave it out, or use a backend that has it: able")
+
+
+def test_a_bound_on_the_kl_needs_an_objective_that_computes_one(load, registry, spec_text):
+    registry.add(Able(), Owner("more", "1", "more"))
+    text = spec_text.replace("use: toy", "use: able")
+    with pytest.raises(SpecError) as error:
+        make_plan(load(text, "limits.kl=0.5"), registry)
+    (problem,) = error.value.problems
+    assert (problem.key, problem.problem) == ("limits.kl", "the objective computes no KL to bound")
 
 
 def test_paths_of_sections_are_relative_to_the_spec(load, registry, spec_text, tmp_path):

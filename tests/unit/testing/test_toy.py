@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from composer_core.errors import SpecError
+from composer_core.errors import SpecError, UsageError
 from composer_core.loss.composite import ActiveChannel, CompositeLoss
 from composer_core.loss.policy import PolicyObjective
 from composer_core.loss.presets import PRESETS
@@ -20,8 +21,10 @@ from composer_core.plugins.builtin_derive import derive_toy
 from composer_core.plugins.builtin_settings import OBJECTIVE_SETTINGS, InlineSettings, ToySettings
 from composer_core.plugins.contributions import Kind
 from composer_core.plugins.settings import NoSettings
-from composer_core.run.context import NamedReward
+from composer_core.run.context import Checkpoint, NamedReward
+from composer_core.run.state import load_state
 from composer_core.spec.model import Plugged, RunSpec
+from composer_core.testing import toy
 from composer_core.testing.fakes import Brevity
 from composer_core.testing.toy import ToyBackend
 
@@ -38,8 +41,23 @@ class Memory:
 
     upstream = {}
     is_main = True
+    resume_from = None
+    held_out = ()
+    """Rows of `eval_prompts`."""
 
-    def __init__(self, folder, tmp_path, *, preset="grpo", objective=None, reward=_digits, stop_after=None, **train):
+    def __init__(
+        self,
+        folder,
+        tmp_path,
+        *,
+        preset="grpo",
+        objective=None,
+        reward=_digits,
+        stop_after=None,
+        every=None,
+        held_out=None,
+        **train,
+    ):
         settings = OBJECTIVE_SETTINGS[preset](**(objective or {}))
         train = {"steps": 2, "prompts_per_step": 2, "group_size": 4, "max_completion_tokens": 8} | train
         digits = Plugged(Kind.REWARD, "digits", "test 0", NoSettings())
@@ -50,7 +68,9 @@ class Memory:
             data={
                 "prompts": {"builtin": "digits"},
                 "rewards": [digits],
+                "eval": held_out,
             },
+            checkpoint={"every": every},
             loss={"objective": Plugged(Kind.OBJECTIVE, preset, "test 0", settings)},
             train=train,
             backend=Plugged(Kind.BACKEND, "toy", "test 0", ToySettings()),
@@ -67,6 +87,9 @@ class Memory:
     def prompts(self):
         return [{"prompt": f"n{i}", "target": str(i)} for i in range(5)]
 
+    def eval_prompts(self):
+        return list(self.held_out)
+
     def log_step(self, step, metrics):
         self.lines.append({"step": step, **metrics})
 
@@ -79,7 +102,7 @@ class Memory:
     @contextmanager
     def checkpoint(self, step):
         folder = self.tmp_path / f"step_{step}"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         yield folder
         self.saved.append(folder.name)
 
@@ -168,6 +191,79 @@ def test_the_same_seed_gives_the_same_run(make, tiny_model_folder, tmp_path):
         _train(run)
         twice.append([{k: v for k, v in line.items() if k not in ("step_time", "tokens_per_s")} for line in run.lines])
     assert twice[0] == twice[1]
+
+
+def _lines(run):
+    return [{k: v for k, v in line.items() if k not in ("step_time", "tokens_per_s")} for line in run.lines]
+
+
+def _weights(tmp_path):
+    return load_file(tmp_path / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize(("half", "iterations"), [(2, 1), (3, 2)], ids=["on-policy", "mid-generation"])
+def test_steps_in_two_parts_are_those_in_one(tiny_model_folder, tmp_path, half, iterations):
+    options = {"iterations": iterations, "learning_rate": 3e-3}
+    runs = {}
+    for name, steps in (("whole", 5), ("first", half), ("second", 5)):
+        (tmp_path / name).mkdir()
+        run = runs[name] = Memory(tiny_model_folder, tmp_path / name, steps=steps, every=half, **options)
+        if name == "second":
+            run.resume_from = Checkpoint(half, tmp_path / "first" / f"step_{half}")
+        _train(run, ActiveChannel("brevity", 0.01, Brevity()))
+    assert _lines(runs["first"]) + _lines(runs["second"]) == _lines(runs["whole"])
+    whole, parts = (_weights(tmp_path / name) for name in ("whole", "second"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_evaluation_leaves_no_trace_in_training(tiny_model_folder, tmp_path):
+    runs = []
+    for name, held_out in (("plain", None), ("evaluated", {"builtin": "digits", "every": 2, "group_size": 3})):
+        (tmp_path / name).mkdir()
+        run = Memory(tiny_model_folder, tmp_path / name, steps=3, iterations=2, held_out=held_out)
+        run.held_out = [{"prompt": f"n{i}"} for i in range(3)]
+        _train(run)
+        runs.append(run)
+    plain, evaluated = map(_lines, runs)
+    names = {"eval/reward/mean", "eval/reward/std", "eval/rewards/digits"}
+    assert [line["step"] for line in evaluated if names <= set(line)] == [2, 3]
+    assert [{k: v for k, v in line.items() if k not in names} for line in evaluated] == plain
+    first, second = (_weights(tmp_path / name) for name in ("plain", "evaluated"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+class Overflow(Brevity):
+    """Not finite from a step on."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def loss(self, view, batch):
+        term = super().loss(view, batch)
+        return replace(term, sum=term.sum * (torch.inf if batch.step >= self.step else 1.0))
+
+
+def test_a_step_that_is_not_finite_is_not_applied_and_the_one_before_is_saved(tiny_model_folder, tmp_path):
+    for name, channel in (("sound", Brevity()), ("bad", Overflow(3))):
+        (tmp_path / name).mkdir()
+        run = Memory(tiny_model_folder, tmp_path / name, steps=2 if name == "sound" else 9, every=2)
+        result = _train(run, ActiveChannel("brevity", 0.01, channel))
+    assert result.steps == 2
+    assert result.stopped.startswith("the loss of 'brevity' is ")
+    assert run.lines[-1]["step"] == 2
+    sound, bad = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("sound", "bad"))
+    assert all(torch.equal(sound[name], bad[name]) for name in sound)
+    places = [load_state(tmp_path / name / "step_2", "toy") for name in ("sound", "bad")]
+    assert torch.equal(places[0]["generator"], places[1]["generator"])
+    assert places[0]["prompts"]["order"] == places[1]["prompts"]["order"]
+
+
+def test_several_processes_cannot_resume(make, monkeypatch):
+    monkeypatch.setattr(toy, "world_size", lambda: 2)
+    run = make()
+    run.resume_from = Checkpoint(1, run.tmp_path)
+    with pytest.raises(UsageError, match="the toy trainer resumes on one process, these are 2"):
+        _train(run)
 
 
 def test_a_kl_pulls_towards_the_starting_model(make):

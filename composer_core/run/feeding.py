@@ -1,0 +1,59 @@
+"""What a run hands to its channels before the first step: the installed plugins, and preference pairs.
+
+Rows of rollouts are not here: those come while it trains (`loss/composite.py`). A channel that wants something says so
+by having the method (`loss/channel.py`: `TakesRegistry`, `TakesPairs`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from composer_core.errors import UsageError
+from composer_core.loss.channel import TakesPairs, TakesRegistry
+from composer_core.loss.composite import CompositeLoss
+from composer_core.plugins.registry import Registry
+from composer_core.run.context import RunContext
+
+if TYPE_CHECKING:
+    from composer_core.protocols import Row
+
+
+def feed(loss: CompositeLoss, run: RunContext, registry: Registry) -> None:
+    """Hand over what the channels take.
+
+    Raises:
+        UsageError: a channel learns from pairs, and the spec has none or they are not usable.
+    """
+    for active in loss.active:
+        if isinstance(active.channel, TakesRegistry):
+            active.channel.take_registry(registry)
+    takers = {active.name: active.channel for active in loss.active if isinstance(active.channel, TakesPairs)}
+    if not takers:
+        return
+    if run.spec.data.pairs is None:
+        raise UsageError(
+            f"channel {next(iter(takers))!r} learns from preference pairs, and the spec names no file of them",
+            at="data.pairs",
+            fix="data: {pairs: {path: pairs.jsonl}}; `composer-run replay` writes one",
+        )
+    rows = _pair_rows(run, Path(run.spec.data.pairs.path))
+    for channel in takers.values():
+        channel.take_pairs(rows)
+
+
+def _pair_rows(run: RunContext, path: Path) -> list[Row]:
+    from composer_core.hf.models import load_tokenizer
+    from composer_core.teachers.pair_rows import pair_rows
+    from composer_core.teachers.pairs import load_pairs
+    from composer_core.traces.chat_template import ChatTemplate
+
+    pairs = load_pairs(path)
+    tokenizer = load_tokenizer(run.model_folder(), trust_remote_code=run.spec.model.trust_remote_code)
+    dropped: Counter[str] = Counter()
+    limit = run.spec.data.max_tokens
+    rows = list(pair_rows(pairs, ChatTemplate(tokenizer), max_tokens=limit, dropped=dropped))
+    if run.is_main:
+        run.event("pairs", path=str(path), read=len(pairs), kept=len(rows), dropped=dict(dropped))
+    return rows
