@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from composer_core.loss.taid_schedule import TAIDScheduler as TAIDScheduler
     from composer_core.loss.targets import taid_loss as taid_loss
     from composer_core.loss.targets import teacher_entropy as teacher_entropy
+    from composer_core.teachers.pairs import extract_dpo_pairs as extract_dpo_pairs
+    from composer_core.teachers.pairs import save_pairs as save_pairs
+    from composer_core.teachers.replay import replay_and_normalize as replay_and_normalize
+    from composer_core.teachers.replay import replay_trace as replay_trace
     from composer_core.traces.ingest import ClaudeCodeIngester as ClaudeCodeIngester
     from composer_core.traces.ingest import IngestionStats as IngestionStats
     from composer_core.traces.model import TraceState as TraceState
@@ -37,7 +41,11 @@ PUBLIC: Mapping[str, str] = {
     "build_batch": "composer_core.loss.example_batch",
     "compose_loss": "composer_core.loss.compose",
     "entropy_aware_opd_loss": "composer_core.loss.compat",
+    "extract_dpo_pairs": "composer_core.teachers.pairs",
     "generalized_jsd_loss": "composer_core.loss.compat",
+    "replay_and_normalize": "composer_core.teachers.replay",
+    "replay_trace": "composer_core.teachers.replay",
+    "save_pairs": "composer_core.teachers.pairs",
     "simpo_loss": "composer_core.loss.preference",
     "taid_loss": "composer_core.loss.targets",
     "teacher_entropy": "composer_core.loss.targets",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from composer_core.cli.common import JsonOption, OverridesArgument, SpecArgument, build_registry, show_json
-from composer_core.errors import UsageError
+from composer_core.errors import MissingError, UsageError
 
 if TYPE_CHECKING:
     from composer_core.plugins.registry import Registry
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from composer_core.traces.model import TraceState
 
 SECONDS_BETWEEN_LINES = 2.0
+FAILURES_SHOWN = 10
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Where pairs go; default data.pairs.path of the spec.")
 ]
@@ -55,6 +57,7 @@ def replay(
     registry = build_registry(ctx)
     loaded = load_spec(spec, registry, overrides=tuple(overrides or ()))
     target = _target(loaded.spec, out)
+    reference = None if ref_model is None else _reference_folder(ref_model, seed=loaded.spec.seed)
     database = Database(default_database())
     try:
         work = _replay(loaded.spec, registry, database, target=target, limit=limit)
@@ -65,7 +68,7 @@ def replay(
         if not as_json:
             _say_estimate(expected)
         answers = asyncio.run(work.run(on_answer=_display(quiet=as_json)))
-        result = _finish(work, answers, loaded.spec, target=target, ref_model=ref_model, database=database)
+        result = _finish(work, answers, loaded.spec, target=target, database=database, reference=reference)
     finally:
         database.close()
     show_json(result) if as_json else _say_result(result)
@@ -94,7 +97,8 @@ def _replay(spec: RunSpec, registry: Registry, database: Database, *, target: Pa
         )
     states, tools = _states(spec, registry, limit)
     _require_prices(spec, names)
-    budget = Budget(database, str(target), usd=spec.limits.teacher_usd)
+    limits = spec.limits
+    budget = Budget(database, str(target), usd=limits.teacher_usd, tokens=limits.teacher_tokens)
     askers = [Asker(name, _teacher(spec, registry, name), database, budget) for name in names]
     return Replay(states, askers, spec.replay.samples, tools)
 
@@ -141,15 +145,22 @@ def _teacher(spec: RunSpec, registry: Registry, name: str) -> Any:
 
     block = fill(spec.teachers[name], os.environ, key=f"teachers.{name}")
     _, contribution = registry.get(block.kind, block.use)
-    return contribution.load()(block.settings)
+    try:
+        return contribution.load()(block.settings)
+    except (UsageError, MissingError) as error:
+        own = error.at in type(block.settings).model_fields
+        at = f"teachers.{name}.{error.at}" if own else error.at or f"teachers.{name}"
+        raise type(error)(error.problem, at=at, fix=error.fix) from error
 
 
 def _estimate(work: Replay, spec: RunSpec) -> dict[str, Any]:
     expected = work.estimate()
     limit = spec.limits.teacher_usd
-    if limit is not None and expected.usd > limit:
+    spent = work.askers[0].budget.spent().usd
+    if limit is not None and expected.usd and expected.usd + spent > limit:
+        beside = f" beside the ${spent:.2f} already spent" if spent else ""
         raise UsageError(
-            f"this is likely to cost ${expected.usd:.2f}, above the limit of ${limit:.2f}",
+            f"this is likely to cost ${expected.usd:.2f}{beside}, above the limit of ${limit:.2f}",
             at="limits.teacher_usd",
             fix="raise it, or use --limit for fewer states",
         )
@@ -199,8 +210,8 @@ def _finish(
     spec: RunSpec,
     *,
     target: Path,
-    ref_model: str | None,
     database: Database,
+    reference: tuple[str, Path] | None,
 ) -> dict[str, Any]:
     from composer_core.teachers.normalise import normalise
     from composer_core.teachers.pairs import extract_pairs, save_pairs
@@ -208,9 +219,10 @@ def _finish(
     found, summary = extract_pairs(work.states, answers, agreement=spec.replay.agreement)
     pairs, report = normalise(found, spec.replay.normalise)
     left_out: dict[str, int] = {}
-    if ref_model is not None and pairs:
-        pairs, left_out = _with_reference(pairs, ref_model, database, seed=spec.seed)
-    save_pairs(pairs, target)
+    if reference is not None and pairs:
+        pairs, left_out = _with_reference(pairs, reference, database)
+    if pairs or not target.exists():  # pairs of an earlier replay are worth more than an empty file
+        save_pairs(pairs, target)
     spent = work.askers[0].budget.spent()
     return {
         "pairs": len(pairs),
@@ -219,21 +231,28 @@ def _finish(
         "in_doubt_usd": spent.doubt_usd,
         "tokens": spent.tokens,
         "agreement": summary.as_json(),
+        "failures": dict(Counter(f"{a.teacher}: {a.error}" for a in answers if a.error)),
         "normalise": report.as_json(),
         "without_reference": left_out,
     }
 
 
-def _with_reference(
-    pairs: list[Pair], model: str, database: Database, *, seed: int
-) -> tuple[list[Pair], dict[str, int]]:
+def _reference_folder(model: str, *, seed: int) -> tuple[str, Path]:
+    """The reference model's name and folder: looked for before any teacher is paid."""
     from composer_core.hf.models import model_folder
     from composer_core.spec.model import ModelSpec
-    from composer_core.teachers.reference import with_reference
 
     path = Path(model).expanduser()
-    folder = model_folder(ModelSpec(path=str(path.absolute()) if path.exists() else model), seed=seed)
-    done, dropped = with_reference(pairs, folder, database, name=model)
+    return model, model_folder(ModelSpec(path=str(path.absolute()) if path.exists() else model), seed=seed)
+
+
+def _with_reference(
+    pairs: list[Pair], reference: tuple[str, Path], database: Database
+) -> tuple[list[Pair], dict[str, int]]:
+    from composer_core.teachers.reference import with_reference
+
+    name, folder = reference
+    done, dropped = with_reference(pairs, folder, database, name=name)
     return done, dict(dropped)
 
 
@@ -251,6 +270,9 @@ def _say_result(result: dict[str, Any]) -> None:
     ):
         if counts:
             typer.echo(f"{what}: " + ", ".join(f"{reason} {count}" for reason, count in counts.items()))
+    for problem, count in sorted(result["failures"].items(), key=lambda item: -item[1])[:FAILURES_SHOWN]:
+        typer.echo(f"teacher {problem} ({count} x)", err=True)
     doubt = f" (${result['in_doubt_usd']:.4f} of it may not have been billed)" if result["in_doubt_usd"] else ""
     typer.echo(f"spent: ${result['usd']:.4f}{doubt}, {result['tokens']} tokens")
-    typer.echo(f"pairs: {result['file']}")
+    left = "" if result["pairs"] else " (no pair arose; what was there before is left as it was)"
+    typer.echo(f"pairs: {result['file']}{left}")

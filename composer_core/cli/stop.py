@@ -41,7 +41,7 @@ def stop(
     if now.state not in UNFINISHED:
         raise UsageError(f"run {now.run} is over already: {now.state}", fix="composer-run status shows what still runs")
     write_text(directory.stop_file, reason.strip() + "\n")
-    pace = "" if now.step_s is None else f", which takes about {duration(now.step_s)}"
+    pace = "" if now.step_s is None or now.step_s < 1 else f", which takes about {duration(now.step_s)}"
     typer.echo(f"{now.run}: asked to stop after step {now.step + 1}{pace}; it saves and ends with exit code 5")
     if wait:
         _wait(directory)

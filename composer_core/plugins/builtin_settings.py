@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, create_model, model_validator
 
 from composer_core.loss.presets import PRESETS, Preset
-from composer_core.plugins.settings import Settings
+from composer_core.plugins.settings import PathKind, Settings
 
 # -- objectives --------------------------------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class LengthSettings(Settings):
 class PythonRewardSettings(Settings):
     """Your own function, with TRL's signature: `def reward(completions, **columns) -> list[float | None]`."""
 
-    function: str = Field(pattern=r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$")
+    function: Annotated[str, PathKind.FUNCTION] = Field(pattern=r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$")
     """`./file.py:function`, relative to the spec."""
 
 

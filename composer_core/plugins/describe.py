@@ -6,6 +6,7 @@ Whether that code loads and works is `try_out.py`'s business. A new fact about a
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +72,10 @@ def find(registry: Registry, name: str) -> list[tuple[Owner, Contribution[Any]]]
     if problems:
         fix = next((problem.fix for problem in problems if problem.fix), "")
         raise MissingError("; ".join(str(problem) for problem in problems), fix=fix)
-    raise UsageError(f"no contribution and no plugin is called {name!r}", fix="composer-run plugins list shows all")
+    names = {contribution.name for _, contribution in registry} | {owner.name for owner in registry.owners}
+    near = difflib.get_close_matches(name, sorted(names), 1)
+    fix = f"did you mean {near[0]!r}?" if near else "composer-run plugins list shows all"
+    raise UsageError(f"no contribution and no plugin is called {name!r}", fix=fix)
 
 
 def describe(owner: Owner, contribution: Contribution[Any]) -> Description:

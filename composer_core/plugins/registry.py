@@ -213,9 +213,10 @@ class Registry:
         failed = [p for p in self.problems if p.stage != "disabled"]
         also = f" ({len(failed)} problems with plugins: composer-run plugins list)" if failed else ""
         if kind in (Kind.BACKEND, Kind.EXECUTOR):
+            package = f"composer-{use}" if kind is Kind.BACKEND else "composer-executors"  # how ours are named
             return MissingError(
                 f"no {kind} is called {use!r}; installed: {others}{also}",
-                fix=f"pip install composer-{use}, if that is the package which brings it",
+                fix=f"pip install {package}, if that is the package which brings it",
             )
         return UsageError(f"no {kind} is called {use!r}; installed: {others}{also}")
 

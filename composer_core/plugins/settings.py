@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -12,6 +14,21 @@ class Settings(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class PathKind(StrEnum):
+    """Marks a text that holds a path: relative to the spec's file, made absolute at load.
+
+    On a field of settings: `path: Annotated[str | None, PathKind.ALWAYS] = None`.
+    """
+
+    ALWAYS = "always"
+    IF_THERE = "if there"
+    """Where that file or folder exists: else it may be an id on a hub, or a program on the PATH."""
+    FUNCTION = "function"
+    """`./file.py:name`: its file."""
+    STORE = "store"
+    """Unless it is a URL."""
 
 
 class NoSettings(Settings):

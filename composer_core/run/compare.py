@@ -105,7 +105,8 @@ def _compared(letter: str, directory: RunDirectory, metrics: Sequence[Mapping[st
 def spec_values(directory: RunDirectory) -> dict[str, Any]:
     """The resolved spec by dotted keys, list items by the name they use where it is the only one of that name."""
     resolved = directory.read_json("resolved.json") or {}
-    values = {key: entry["value"] for key, entry in resolved.items()}
+    # an empty list or section says nothing that the lines of its items, in the other run, do not
+    values = {key: entry["value"] for key, entry in resolved.items() if entry["value"] not in ([], {})}
     names = {key.removesuffix(".use"): value for key, value in values.items() if re.search(r"\]\.use$", key)}
     return {_by_name(key, names): value for key, value in values.items()}
 

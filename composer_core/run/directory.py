@@ -220,12 +220,16 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
 
 def _process_start(pid: int) -> str:
-    """Clock ticks since boot at which a process started: tells it from a later one with the same id. Linux only."""
+    """Clock ticks since boot at which a process started: tells it from a later one with the same id. Linux only.
+
+    "" for a process that is over and only waits to be reaped, which the first process of a container may never do.
+    """
     stat = Path(f"/proc/{pid}/stat")
     try:
-        return stat.read_text().rpartition(")")[2].split()[19]
+        state, *others = stat.read_text().rpartition(")")[2].split()
     except OSError:
         return ""
+    return "" if state in ("Z", "X") else others[18]
 
 
 def _alive(lock: Mapping[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 from composer_core.errors import RunFailed
 
 MARKER = "COMPLETE"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 SCARCE_BYTES = 1 << 16
 """A disk with less than this is full: libraries that write tensors do not all say why they could not."""
 
@@ -126,9 +127,10 @@ def _cut_incomplete_line(path: Path) -> None:
 
 def disk_full(error: BaseException, path: Path) -> RunFailed | None:
     """What to tell the user where `error`, met while writing to `path`, means that there is no room left."""
-    said = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if not said and (not isinstance(error, Exception) or isinstance(error, RunFailed)):
+    if not isinstance(error, Exception) or isinstance(error, RunFailed):
         return None
+    # safetensors passes the system's words on, in an error of its own
+    said = getattr(error, "errno", None) in FULL or any(os.strerror(number) in str(error) for number in FULL)
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
     if not said and shutil.disk_usage(folder).free >= SCARCE_BYTES:
         return None

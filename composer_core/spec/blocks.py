@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from composer_core.errors import MissingError, Problem, UsageError
-from composer_core.plugins.builtin_settings import PythonRewardSettings
 from composer_core.plugins.contributions import Contribution, Kind
 from composer_core.plugins.registry import Owner, Registry
-from composer_core.plugins.settings import NoSettings, Settings
+from composer_core.plugins.settings import NoSettings, PathKind, Settings
 from composer_core.spec.environment import has_placeholder
 from composer_core.spec.errors import Section, known_keys, problem_at, problems_of, show
 from composer_core.spec.model import PLUG_POINTS, WEIGHTED, Plugged, RunSpec, Shape
-from composer_core.spec.paths import Folders, absolute_function
+from composer_core.spec.paths import Folders, resolved
 from composer_core.spec.yaml import Place, dotted
 
 
@@ -119,8 +117,8 @@ class Blocks:
         weight = {}
         if block.kind in WEIGHTED and "weight" in options:
             weight = {"weight": options.pop("weight")}
-        if contribution.settings is PythonRewardSettings:
-            options |= _absolute_function(options, self.folders.of(dotted(block.key, "function")))
+        for name, kind in _paths(contribution.settings, options):
+            options[name] = resolved(options[name], kind, self.folders.of(dotted(block.key, name)))
         problems = problems_of(Section(_Weight, block.key), weight, places=self.places, known=known)
         settings: Settings = NoSettings()
         try:
@@ -153,6 +151,11 @@ def _section(block: _Block, contribution: Contribution[Any]) -> Section:
     return Section(contribution.settings, block.key, beside)
 
 
-def _absolute_function(options: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    function = options.get("function")
-    return {"function": absolute_function(function, folder)} if isinstance(function, str) else {}
+def _paths(settings: type[Settings], options: Mapping[str, Any]) -> list[tuple[str, PathKind]]:
+    """The given options that their settings mark as paths."""
+    return [
+        (name, mark)
+        for name, given in settings.model_fields.items()
+        for mark in given.metadata
+        if isinstance(mark, PathKind) and isinstance(options.get(name), str)
+    ]

@@ -183,7 +183,8 @@ def _words(fault: _Fault, section: Section, key: str, known: Mapping[str, tuple[
     kind = error["type"]
     if kind == "missing":
         model = _model_at(section.model, fault.parts[:-1])
-        return "this key is required and is not there", _describe(model, str(fault.parts[-1]))
+        name = str(fault.parts[-1])
+        return "this key is required and is not there", _meaning(model, name) or f"add {name}"
     if kind == "extra_forbidden":
         return "unknown key", _suggest(key, fault.parts, section, known)
     if fault.expected:
@@ -211,7 +212,7 @@ def _fix_value(error: Mapping[str, Any], fault: _Fault, section: Section) -> str
         return f"did you mean {near[0]!r}?" if near else ""
     if kind == "string_pattern_mismatch":
         named = max(index for index, part in enumerate(fault.parts) if isinstance(part, str))  # not an item of a list
-        return _describe(_model_at(section.model, fault.parts[:named]), str(fault.parts[named]))
+        return _meaning(_model_at(section.model, fault.parts[:named]), str(fault.parts[named]))
     return ""
 
 
@@ -253,10 +254,11 @@ def _suggest(key: str, parts: tuple[str | int, ...], section: Section, known: Ma
     return f"known keys here: {', '.join(own)}" if own else "this block takes no keys"
 
 
-def _describe(model: type[BaseModel] | None, name: str) -> str:
+def _meaning(model: type[BaseModel] | None, name: str) -> str:
+    """A key with its documentation; "" where it has none."""
     info = model.model_fields.get(name) if model else None
     meaning = " ".join((info.description or "").split()) if info else ""
-    return f"{name}: {meaning}" if meaning else f"add {name}"
+    return f"{name}: {meaning}" if meaning else ""
 
 
 def _model_at(model: type[BaseModel] | None, parts: tuple[str | int, ...]) -> type[BaseModel] | None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from composer_core.plugins.contributions import Kind
-from composer_core.plugins.settings import Settings
+from composer_core.plugins.settings import PathKind, Settings
 from composer_core.spec.sections import PairsSpec, ReplaySpec, ReplicasSpec, RolloutSpec, TracesSpec
 
 
@@ -224,6 +224,8 @@ class LimitsSpec(Settings):
     """Money for the executor's machines; needs an executor whose price is known."""
     teacher_usd: float | None = Field(None, gt=0)
     """Money for teachers; `composer-run replay` refuses to start above it."""
+    teacher_tokens: int | None = Field(None, gt=0)
+    """Tokens that teachers may read and write, for servers without prices; kept as `teacher_usd` is."""
     kl: float | None = Field(None, gt=0)
     """Highest mean KL per token to the starting model; needs an objective with kl_coef > 0."""
     reward_drop: float | None = Field(None, gt=0, le=1)
@@ -330,18 +332,6 @@ REPLAY_ONLY = ("teachers", "replay")
 """Sections that only `composer-run replay` reads; a worker neither needs nor gets their secrets."""
 
 
-class PathKind(StrEnum):
-    """When a text becomes an absolute path at load."""
-
-    ALWAYS = "always"
-    IF_THERE = "if there"
-    """Where that file or folder exists: else it may be an id on a hub."""
-    FUNCTION = "function"
-    """`./file.py:name`: its file."""
-    STORE = "store"
-    """Unless it is a URL."""
-
-
 PATH_KEYS: Mapping[tuple[str, ...], PathKind] = {
     ("model", "path"): PathKind.IF_THERE,
     ("data", "prompts", "path"): PathKind.ALWAYS,
@@ -352,6 +342,7 @@ PATH_KEYS: Mapping[tuple[str, ...], PathKind] = {
     ("data", "pairs", "path"): PathKind.ALWAYS,
     ("rollout", "environment", "factory"): PathKind.FUNCTION,
     ("rollout", "tools"): PathKind.FUNCTION,
+    ("replay", "normalise", "data_juicer", "python"): PathKind.IF_THERE,
     ("replay", "normalise", "data_juicer", "recipe"): PathKind.ALWAYS,
     ("replicas", "store"): PathKind.STORE,
 }

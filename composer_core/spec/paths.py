@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from composer_core.errors import Problem
+from composer_core.plugins.settings import PathKind
 from composer_core.spec.environment import has_placeholder
 from composer_core.spec.errors import place_of, problem_at
-from composer_core.spec.model import PATH_KEYS, PathKind
+from composer_core.spec.model import PATH_KEYS
 from composer_core.spec.yaml import Document, Place, dotted
 
 
@@ -53,7 +54,7 @@ def make_paths_absolute(document: Document, folders: Folders) -> list[Problem]:
     for path, kind in PATH_KEYS.items():
         for container, slot, key in _texts_at(document.data, path):
             text = container[slot]
-            container[slot] = _resolved(text, kind, folders.of(key))
+            container[slot] = resolved(text, kind, folders.of(key))
             if kind is PathKind.IF_THERE and container[slot] == text and text.startswith(("./", "../")):
                 fix = "paths are relative to the spec"  # and it cannot be the id of anything on a hub
                 problems.append(problem_at(document.places, key, f"no such folder: {text}", fix=fix))
@@ -72,7 +73,8 @@ def _texts_at(data: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, str | int
         yield from ((value, index, dotted(key, index)) for index, item in enumerate(value) if isinstance(item, str))
 
 
-def _resolved(text: str, kind: PathKind, folder: Path) -> str:
+def resolved(text: str, kind: PathKind, folder: Path) -> str:
+    """A text of a spec with its path made absolute, as its kind says."""
     if has_placeholder(text) or (kind is PathKind.STORE and "://" in text):
         return text
     if kind is PathKind.FUNCTION:

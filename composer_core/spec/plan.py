@@ -145,9 +145,9 @@ def _files(spec: RunSpec) -> tuple[str, ...]:
     names = ["spec.yaml", "resolved.json", "plan.json", "provenance.json", "metrics.jsonl", "events.jsonl"]
     if spec.train.sample_rollouts:
         names.append("rollouts.jsonl")
-    if spec.checkpoint.every:
-        names.append("checkpoints/step_N/")
-    return (*names, "model/", "report.html")
+    folders = [f"{sink}/" for sink in spec.sinks if sink in ("tensorboard", "wandb")]  # trackio has a place of its own
+    # a run without checkpoint.every still saves one when it is stopped
+    return (*names, "lock.json", "logs/", *folders, "checkpoints/step_N/", "model/", "report.html")
 
 
 # -- the worker's end -------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class ReplaySpec(Settings):
     max_history_tokens: int | None = Field(None, ge=1)
     """Longest history sent to a teacher; older turns are dropped first. Default: all of it."""
     system_prompt: str | None = None
-    """Replaces the system message of the recorded session."""
+    """Put in front of recorded sessions that do not begin with a system message."""
     samples: int = Field(1, ge=1)
     """Answers per teacher and state; several of one teacher count as one voice where they agree."""
     normalise: NormaliseSpec = NormaliseSpec()

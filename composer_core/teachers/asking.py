@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from composer_core.errors import Stopped
 from composer_core.protocols import Cost, TeacherReply, TeacherRequest, TeacherSource
 from composer_core.teachers.budget import Budget
 from composer_core.teachers.cache import ReplyCache, cache_key
@@ -21,6 +22,7 @@ from composer_core.teachers.database import Database
 from composer_core.teachers.errors import Again, BudgetSpent, StateRefused
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+LONGEST_RETRY_AFTER_S = 300.0
 _BUDGET_POLL_S = 0.05
 
 
@@ -49,6 +51,8 @@ class Asker:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _under_way: asyncio.Semaphore = field(init=False)
     _next_start: float = 0.0
+    stopping: bool = False
+    """Nothing more is sent, not even again; what is under way may end."""
 
     def __post_init__(self) -> None:
         self._cache = ReplyCache(self.database)
@@ -71,6 +75,7 @@ class Asker:
         Raises:
             TeacherRefused: nothing that this teacher is asked will be answered.
             BudgetSpent: the call might cost more than is left.
+            Stopped: it is `stopping`, and there is no answer yet.
         """
         key, started = self.key(request), time.perf_counter()
         if key and (reply := self._cache.get(key)) is not None:
@@ -90,12 +95,16 @@ class Asker:
                 return None, str(refusal), attempt
             except Again as again:
                 error = str(again)
+                if self.stopping:
+                    raise Stopped(f"not sent again after {error}") from again
                 if attempt < self.teacher.attempts:
                     await self.sleep(_wait(attempt, again.after))
         return None, f"given up after {self.teacher.attempts} attempts: {error}", self.teacher.attempts
 
     async def _once(self, request: TeacherRequest, key: str) -> TeacherReply:
         await self._turn()
+        if self.stopping:
+            raise Stopped("not sent")
         reservation = await self._reserve(self.teacher.worst(request))
         try:
             reply = await self.teacher.complete(request)
@@ -132,7 +141,7 @@ class Asker:
             BudgetSpent: it does not fit, and nothing is under way.
         """
         while (reservation := self.budget.reserve(worst)) is None:
-            if not self.budget.others_under_way():
+            if self.stopping or not self.budget.others_under_way():
                 spent = self.budget.spent()
                 raise BudgetSpent(
                     f"the next call of teacher {self.name!r} may cost ${worst.usd:.4f} or {worst.tokens} tokens, and "
@@ -146,5 +155,5 @@ class Asker:
 def _wait(attempt: int, after: float | None) -> float:
     """Seconds before the next attempt: what the server asks, else exponential with full jitter."""
     if after is not None:
-        return min(after, LONGEST_WAIT_S)
+        return min(after, LONGEST_RETRY_AFTER_S)
     return random.uniform(0, min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (attempt - 1)))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import email.utils
 import json
+import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer_core.errors import MissingError
+from composer_core.errors import MissingError, UsageError
 from composer_core.plugins.teacher_settings import OpenAiTeacherSettings
 from composer_core.protocols import Cost, TeacherReply, TeacherRequest
 from composer_core.teachers.errors import Again, StateRefused, TeacherRefused
@@ -33,7 +35,14 @@ _TOKENS_PER_MESSAGE = 16
 _ANSWER_GUESS = 300
 """Tokens of a typical answer, for estimates only."""
 _CHARS_PER_TOKEN = 4
+_TOOLS_PREAMBLE = 1024
+"""Tokens that a service may write before tool definitions on its own account; generous."""
 _SAID_CHARS = 300
+_SECRET_CHARS = 8
+"""A shorter key is a placeholder for a server without keys."""
+_SIZES = frozenset({"mini", "nano", "micro", "tiny", "small", "lite", "flash", "air"})
+OTHER_MODEL = "other model"
+"""`TeacherReply.finish` of an answer by another model than was asked for."""
 
 
 class OpenAiTeacher:
@@ -44,6 +53,7 @@ class OpenAiTeacher:
 
         Raises:
             MissingError: httpx is not installed.
+            UsageError: the key cannot be sent, as one with a line break in it; it is not shown.
         """
         try:
             import httpx
@@ -54,7 +64,10 @@ class OpenAiTeacher:
         self.requests_per_minute = settings.requests_per_minute
         self.attempts = settings.attempts
         self.identity = f"{settings.base_url.rstrip('/')} {settings.model}"
-        headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else {}
+        self._key = (settings.key or "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):  # httpx would quote it in its message
+            raise UsageError("the key holds characters that no header can carry", at="key", fix="check the variable")
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         limits = httpx.Limits(max_connections=settings.concurrency, max_keepalive_connections=settings.concurrency)
         self._client = httpx.AsyncClient(
             base_url=settings.base_url.rstrip("/") + "/", headers=headers, timeout=settings.timeout_s, limits=limits
@@ -75,7 +88,7 @@ class OpenAiTeacher:
         """An upper bound: no tokenizer makes more tokens than a text has bytes."""
         text = json.dumps([request.messages, request.tools], ensure_ascii=False, default=list)
         prompt = len(text.encode("utf-8", "surrogatepass")) + _TOKENS_PER_MESSAGE * (len(request.messages) + 1)
-        return self._cost(prompt, self.settings.max_tokens)
+        return self._cost(prompt + (_TOOLS_PREAMBLE if request.tools else 0), self.settings.max_tokens)
 
     def estimate(self, request: TeacherRequest) -> Cost:
         """What a request is likely to cost."""
@@ -93,25 +106,33 @@ class OpenAiTeacher:
         data = await self._post("chat/completions", self.body(request))
         choice = _first(data.get("choices"))
         message = choice.get("message")
-        usage = data.get("usage") or {}
+        usage = data["usage"] if isinstance(data.get("usage"), dict) else {}
         prompt, completion = (_count(usage.get(f"{side}_tokens")) for side in ("prompt", "completion"))
-        reported = usage.get("cost")
-        usd = float(reported) if isinstance(reported, int | float) else self._cost(prompt, completion).usd
+        if not usage:  # what nobody counted is booked at its worst
+            worst = self.worst(request)
+            usd, prompt, completion = worst.usd, worst.tokens - self.settings.max_tokens, self.settings.max_tokens
+        else:
+            usd = _dollars(usage.get("cost"), self._cost(prompt, completion).usd)
+        model = str(data.get("model") or "")
+        wanted = self.settings.any_model or same_model(self.settings.model, model)
         return TeacherReply(
             message=_assistant(message) if isinstance(message, dict) else None,
-            finish=str(choice.get("finish_reason") or ""),
+            finish=str(choice.get("finish_reason") or "") if wanted else OTHER_MODEL,
             prompt_tokens=prompt,
             completion_tokens=completion,
             usd=usd,
-            model=str(data.get("model") or ""),
+            model=model,
         )
 
     async def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
         """Log-prob of each continuation token under this model, at temperature 1 (vLLM's `prompt_logprobs`).
 
         Raises:
+            UsageError: the settings do not say that this server `scores`.
             TeacherRefused: the server does not give log-probs of its prompt. Others as `complete`.
         """
+        if not self.settings.scores:
+            raise UsageError(f"{self.identity} is not said to score", at="scores", fix="scores: true, for vLLM")
         ids = [*prompt, *continuation]
         body = {"model": self.settings.model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
         data = await self._post("completions", body)
@@ -121,7 +142,10 @@ class OpenAiTeacher:
                 f"{self.identity} gives no log-probs of a text it is handed", at="scores", fix="leave scores out"
             )
         pairs = list(zip(ids, listed, strict=True))[len(prompt) :]
-        return [float(entry[str(token)]["logprob"]) for token, entry in pairs]
+        try:
+            return [float(entry[str(token)]["logprob"]) for token, entry in pairs]
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateRefused(f"log-probs of other tokens than were sent: {error}") from error
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -139,20 +163,27 @@ class OpenAiTeacher:
             response = await self._client.post(path, json=body)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise Again(f"{type(error).__name__}: {error}", billed=False) from error
-        except httpx.TransportError as error:  # sent, or partly: only the server knows what came of it
+        except httpx.RequestError as error:  # sent, or partly: only the server knows what came of it
             raise Again(f"{type(error).__name__}: {error}", billed=True) from error
         except httpx.InvalidURL as error:
             raise TeacherRefused(f"{self.identity}: {error}", at="base_url") from error
         return self._checked(response)
 
+    def _said(self, response: httpx.Response) -> str:
+        """What the service said: it is the best message there is. Never the request, which holds the session."""
+        text = " ".join(response.text.split())
+        if len(self._key) >= _SECRET_CHARS:
+            text = text.replace(self._key, "<key>")  # some quote it
+        return f": {text[:_SAID_CHARS]}" if text else ""
+
     def _checked(self, response: httpx.Response) -> dict[str, Any]:
         status = response.status_code
         if status in _AGAIN or status >= 500:
-            raise Again(f"HTTP {status}{_said(response)}", billed=False, after=_retry_after(response))
+            raise Again(f"HTTP {status}{self._said(response)}", billed=False, after=_retry_after(response))
         if status in _ENDS_TEACHER:
-            raise TeacherRefused(f"{self.identity}: {_ENDS_TEACHER[status]} (HTTP {status}{_said(response)})")
+            raise TeacherRefused(f"{self.identity}: {_ENDS_TEACHER[status]} (HTTP {status}{self._said(response)})")
         if status != 200:
-            raise StateRefused(f"HTTP {status}{_said(response)}")
+            raise StateRefused(f"HTTP {status}{self._said(response)}")
         if response.headers.get("content-type", "").startswith("text/event-stream"):
             raise TeacherRefused(f"{self.identity} streams although it was not asked to", fix="use another address")
         try:
@@ -160,7 +191,7 @@ class OpenAiTeacher:
         except ValueError as error:
             raise Again(f"the reply is not JSON: {error}", billed=True) from error
         if not isinstance(data, dict) or (isinstance(data.get("error"), dict) and not data.get("choices")):
-            raise Again(f"the reply holds no answer{_said(response)}", billed=True)
+            raise Again(f"the reply holds no answer{self._said(response)}", billed=True)
         return data
 
 
@@ -169,19 +200,42 @@ def _first(choices: Any) -> dict[str, Any]:
 
 
 def _assistant(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a reply's message belongs into a chat."""
+    """What of a reply's message belongs into a chat; without an answer where its tool calls are none."""
+    calls = message.get("tool_calls")
+    if calls and not (isinstance(calls, list) and all(map(_is_call, calls))):
+        return {"role": "assistant", "content": None}
     kept = {key: message[key] for key in ("content", "tool_calls", "reasoning_content") if message.get(key)}
     return {"role": "assistant", "content": None, **kept}
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def same_model(asked: str, answered: str) -> bool:
+    """Whether a reply's model may be the one that was asked for.
+
+    Services add makers, dates and variants, and change the order (`openai/gpt-5` -> `gpt-5-2025-08-07`); so one name's
+    words must be among the other's, and a size (`mini`) stand in both or neither. A reply may name none.
+    """
+    one, other = (set(re.findall(r"[a-z]+|[0-9]+", _own_name(name))) for name in (asked, answered))
+    return not answered or ((one <= other or other <= one) and one & _SIZES == other & _SIZES)
+
+
+def _own_name(model: str) -> str:
+    """Without its maker, and without a variant such as `:free`."""
+    return model.lower().rstrip("/").rpartition("/")[2].partition(":")[0]
 
 
 def _count(value: Any) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
 
-def _said(response: httpx.Response) -> str:
-    """What the service said: it is the best message there is. Never the request, which holds the session."""
-    text = " ".join(response.text.split())[:_SAID_CHARS]
-    return f": {text}" if text else ""
+def _dollars(reported: Any, else_: float) -> float:
+    """A cost that a reply names, where it is one."""
+    usable = isinstance(reported, int | float) and not isinstance(reported, bool)
+    return float(reported) if usable and math.isfinite(reported) and reported >= 0 else else_
 
 
 def _retry_after(response: httpx.Response) -> float | None:

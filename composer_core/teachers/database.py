@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from composer_core.errors import MissingError
+from composer_core.errors import MissingError, RunFailed
 from composer_core.hf.cache import cache_root
 
 _SCHEMA = """
@@ -54,14 +54,25 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that no other process can come between."""
-        self._connection.execute("BEGIN IMMEDIATE")
+        """A transaction that no other process can come between.
+
+        Raises:
+            RunFailed: the file cannot be written, as on a full disk.
+        """
         try:
+            self._connection.execute("BEGIN IMMEDIATE")
             yield self._connection
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._roll_back()
+            raise RunFailed(f"the teachers' database cannot be written: {error}", at=str(self.path)) from error
         except BaseException:
-            self._connection.execute("ROLLBACK")
+            self._roll_back()
             raise
-        self._connection.execute("COMMIT")
+
+    def _roll_back(self) -> None:
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
 
     def read(self, query: str, *values: object) -> list[tuple[object, ...]]:
         """All rows of a query."""

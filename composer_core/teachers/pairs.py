@@ -7,6 +7,7 @@ rejected are assistant messages, ref is {"model", "chosen", "rejected"} or null.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,9 +17,12 @@ from typing import Any
 from composer_core.errors import UsageError
 from composer_core.run.files import write_text
 from composer_core.teachers.asking import Answer
+from composer_core.teachers.client import OTHER_MODEL
 from composer_core.traces.model import TraceState
 
 Message = Mapping[str, Any]
+_NEEDED = ("state_id", "messages", "chosen", "rejected", "n_agreeing", "teachers")
+_THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,16 @@ class PairSummary:
 def action_key(message: Message) -> str:
     """What an action is compared by: tool calls by name and canonical arguments, in order, else text by white space.
 
-    Text beside tool calls is talk, and not compared.
+    Text beside tool calls is talk, and thinking is no action; neither is compared.
     """
     calls = message.get("tool_calls")
     if calls:
-        return json.dumps([_call_key(call) for call in calls], sort_keys=True, ensure_ascii=False)
-    return " ".join(_text(message.get("content")).split())
+        return json.dumps(
+            [_call_key(call) for call in (calls if isinstance(calls, list) else [calls])],
+            sort_keys=True,
+            ensure_ascii=False,
+        )
+    return " ".join(_THINKING.sub("", _text(message.get("content"))).split())
 
 
 def extract_pairs(
@@ -105,6 +113,8 @@ def _usable(answer: Answer, summary: PairSummary) -> bool:
         why = "failed"
     elif reply.finish == "length":
         why = "cut off"
+    elif reply.finish == OTHER_MODEL:
+        why = OTHER_MODEL
     elif reply.message is None or not action_key(reply.message):
         why = "empty"
     else:
@@ -141,12 +151,14 @@ def _pair(state: TraceState, usable: list[Answer], agreement: int, summary: Pair
         rejected=state.action,
         n_agreeing=len(voices[best]),
         teachers=sorted(voices[best]),
-        meta={"n_answers": len(usable)},
+        meta={"n_answers": len(usable), "models": {a.teacher: a.reply.model for a in agreeing if a.reply is not None}},
     )
 
 
-def _call_key(call: Mapping[str, Any]) -> list[Any]:
-    function = call.get("function", {})
+def _call_key(call: Any) -> list[Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return [None, call]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -187,7 +199,7 @@ def load_pairs(path: Path) -> list[Pair]:
         UsageError: it cannot be read, is empty, or a line is not a pair, with its place.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON texts may hold what splitlines() splits at
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"pairs cannot be read: {error}", at=str(path), fix="composer-run replay makes them"
@@ -200,7 +212,10 @@ def load_pairs(path: Path) -> list[Pair]:
 
 def _parse(line: str, place: str) -> Pair:
     try:
-        pair = Pair(**json.loads(line))
+        data = json.loads(line)
+        if lacking := [name for name in _NEEDED if name not in data]:
+            raise ValueError(f"it lacks {', '.join(lacking)}")
+        pair = Pair(**data)
     except (ValueError, TypeError) as error:
         raise UsageError(f"not a pair: {error}", at=place) from error
     for name, message in (("chosen", pair.chosen), ("rejected", pair.rejected)):

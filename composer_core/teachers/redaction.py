@@ -21,8 +21,8 @@ PATTERNS: dict[str, re.Pattern[str]] = {
     "token": re.compile(r"\beyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}"),
     "bearer": re.compile(rf"(?<=[Bb]earer )\s*{_SECRET}"),
     "password": re.compile(
-        rf"(?i)(?<![a-z])((?:api[_-]?key|secret(?:[_-]?key)?|access[_-]?token|auth[_-]?token|password|passwd)"
-        rf"[\"']?\s*[:=]\s*[\"']?)({_SECRET})"
+        rf"(?i)(?<![a-z])((?:api[_-]?key|secret(?:[_-]?access)?(?:[_-]?key)?|access[_-]?token|auth[_-]?token|password|passwd)"
+        rf"[\\\"']*\s*[:=]\s*[\\\"']*)({_SECRET})"  # also as JSON within JSON, which a call's arguments are
     ),
     "url login": re.compile(r"(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"),
     "e-mail": re.compile(r"\b[A-Za-z0-9._%+\-]+@[A-Za-z0-9.\-]+\.[A-Za-z]{2,}\b"),

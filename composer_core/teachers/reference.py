@@ -42,7 +42,7 @@ def with_reference(
         folder: the reference model, a Hugging Face folder.
         database: where finished ones are kept.
         name: what `ref.model` says.
-        max_tokens: longest prompt plus answer.
+        max_tokens: longest prompt plus answer; default: as many as the model has positions for.
         on_pair: called with the number of pairs done so far.
 
     Raises:
@@ -52,7 +52,8 @@ def with_reference(
 
     dropped: Counter[str] = Counter()
     tokenizer = load_tokenizer(folder)
-    ids = list(pair_ids(pairs, ChatTemplate(tokenizer), max_tokens=max_tokens, dropped=dropped))
+    longest = max_tokens or _positions(folder)
+    ids = list(pair_ids(pairs, ChatTemplate(tokenizer), max_tokens=longest, dropped=dropped))
     identity = _identity(folder)
     known = {index: _stored(database, _key(identity, one)) for index, one in enumerate(ids)}
     missing = [index for index, found in known.items() if found is None]
@@ -101,6 +102,13 @@ def _batches(ids: Sequence[PairIds], indices: Sequence[int]) -> Iterator[list[in
 
 def _length(ids: PairIds) -> int:
     return len(ids.prompt) + max(len(ids.chosen), len(ids.rejected))
+
+
+def _positions(folder: Path) -> int | None:
+    """Tokens that the model was made for; beyond, log-probs mean nothing. None where its config does not say."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    return int(found) if found else None
 
 
 def _identity(folder: Path) -> str:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from composer_core.errors import ComposerError, Stopped, UsageError
 from composer_core.protocols import Cost, TeacherRequest, TeacherSource
@@ -85,22 +86,28 @@ class Replay:
     async def run(self, *, on_answer: Callable[[Answer, Progress], None] | None = None) -> list[Answer]:
         """All answers, in the order of the questions; failed ones among them.
 
-        The first Ctrl-C (or SIGTERM) asks nothing more and waits for the answers under way, which are paid for.
+        The first Ctrl-C (or SIGTERM) asks nothing more and waits for the answers under way, which are paid for; the
+        second waits no longer.
 
         Raises:
-            Stopped: it was interrupted, or the budget is spent (`BudgetSpent`); what was answered is kept.
+            Stopped: it was interrupted before the last answer, or the budget is spent (`BudgetSpent`); what was
+                answered is kept.
             TeacherRefused: a teacher answers nobody; what the others answered is kept.
         """
         total = len(self.states) * self.samples * len(self.askers)
-        loop = _Loop(Progress(total), on_answer)
+        loop = _Loop(Progress(total), on_answer, self.askers)
         workers = [self._worker(asker, loop) for asker in self.askers for _ in range(asker.teacher.concurrency)]
+        under_way = asyncio.gather(*workers)
         try:
-            with _until_interrupted(loop):
-                await asyncio.gather(*workers)
+            with _until_interrupted(loop, under_way):
+                await under_way
+        except asyncio.CancelledError:
+            if loop.ended is None:
+                raise
         finally:
             for asker in self.askers:
                 await asker.teacher.aclose()
-        if loop.ended is not None:
+        if loop.ended is not None and loop.progress.done < total:
             raise loop.ended
         return [loop.answers[key] for key in sorted(loop.answers)]
 
@@ -118,8 +125,11 @@ class Replay:
 class _Loop:
     """What the workers share."""
 
-    def __init__(self, progress: Progress, on_answer: Callable[[Answer, Progress], None] | None) -> None:
+    def __init__(
+        self, progress: Progress, on_answer: Callable[[Answer, Progress], None] | None, askers: Sequence[Asker]
+    ) -> None:
         self.progress = progress
+        self._askers = askers
         self.answers: dict[int, Answer] = {}
         self.ended: ComposerError | None = None
         self._on_answer = on_answer
@@ -145,6 +155,8 @@ class _Loop:
     def end(self, error: ComposerError) -> None:
         """Ask nothing more; the first reason counts."""
         self.ended = self.ended or error
+        for asker in self._askers:
+            asker.stopping = True
 
     def interrupt(self) -> None:
         """What a signal does."""
@@ -157,11 +169,17 @@ class _Loop:
 
 
 @contextmanager
-def _until_interrupted(loop: _Loop) -> Iterator[None]:
+def _until_interrupted(loop: _Loop, under_way: asyncio.Future[Any]) -> Iterator[None]:
     events, caught = asyncio.get_running_loop(), []
+
+    def interrupt() -> None:
+        if loop.ended is not None:
+            under_way.cancel()
+        loop.interrupt()
+
     for number in (signal.SIGINT, signal.SIGTERM):
         with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread: its owner has the signals
-            events.add_signal_handler(number, loop.interrupt)
+            events.add_signal_handler(number, interrupt)
             caught.append(number)
     try:
         yield

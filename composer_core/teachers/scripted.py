@@ -74,11 +74,13 @@ class ScriptedTeacher:
 
 def _read(path: Path) -> dict[str, Mapping[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON texts may hold what splitlines() splits at
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the script cannot be read: {error}", at=str(path)) from error
     answers = {}
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             entry = json.loads(line)
             state, message = entry["state_id"], entry["message"]

@@ -165,6 +165,8 @@ def test_a_plugin_s_name_shows_all_it_brings(composer):
 def test_an_unknown_name_is_the_user_s_mistake(composer):
     expected = "no contribution and no plugin is called 'zzz'\n  fix: composer-run plugins list shows all\n"
     assert composer("plugins show zzz") == (2, "", expected)
+    expected = "no contribution and no plugin is called 'exact-mach'\n  fix: did you mean 'exact-match'?\n"
+    assert composer("plugins show exact-mach") == (2, "", expected)
 
 
 # -- check -------------------------------------------------------------------------------------------------------------

@@ -81,6 +81,16 @@ def test_the_one_step_where_both_teachers_agree_against_the_agent_becomes_a_pair
     assert "3 states, 6 questions, 0 answered already; likely cost $0.00" in err
 
 
+def test_a_replay_without_a_pair_leaves_an_earlier_file_alone(composer, folder):
+    assert composer(SCRIPTED)[0] == 0
+    before = (folder / "pairs.jsonl").read_text()
+    silent = "  one: {use: scripted, rules: {zzz: a}}\n  two: {use: scripted, rules: {zzz: a}}\n"
+    code, out, _ = composer(silent)
+    assert code == 0
+    assert out.endswith("(no pair arose; what was there before is left as it was)\n")
+    assert (folder / "pairs.jsonl").read_text() == before
+
+
 def test_json_is_one_document(composer, folder):
     code, out, err = composer(SCRIPTED, "--json", "--limit", "1", "--out", "other.jsonl")
     assert code == 0, err
@@ -163,3 +173,70 @@ def test_an_estimate_sends_nothing(composer, folder):
     assert code == 0, err
     assert err.startswith("3 states, 6 questions, 0 answered already")
     assert not (folder / "pairs.jsonl").exists()
+
+
+def test_a_scripted_teachers_file_lies_beside_the_spec_wherever_the_command_is_run(folder):
+    answers = [{"state_id": "session#1::0000", "message": {"role": "assistant", "content": "Let me look: ls"}}]
+    (folder / "answers.jsonl").write_text(json.dumps(answers[0]) + "\n\n")
+    teachers = (
+        '  one: {use: scripted, path: answers.jsonl}\n  two: {use: scripted, rules: {"files": "Let me look: ls"}}\n'
+    )
+    (folder / "spec.yaml").write_text(SPEC.replace("TEACHERS\n", teachers).replace("LIMITS", ""))
+    (folder / "elsewhere").mkdir()
+    done = subprocess.run(
+        [*PROGRAM, "replay", "../spec.yaml"], cwd=folder / "elsewhere",
+        env=os.environ | {"COMPOSER_CACHE": str(folder / "cache")}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [pair["teachers"] for pair in pairs(folder)] == [["one", "two"]]
+
+
+def test_what_went_wrong_with_a_teacher_is_said_once_with_how_often(composer):
+    with ChatServer(lambda body: Reply({"error": "m is not a valid model ID"}, status=400)) as server:
+        code, out, err = composer(remote(server.url, key="x"))
+    assert code == 0, err
+    assert "answers left out: failed 6" in out
+    assert 'teacher one: HTTP 400: {"error": "m is not a valid model ID"} (3 x)' in err
+
+
+def test_answers_of_another_model_are_dropped_and_counted(composer, folder):
+    with ChatServer(lambda body: Reply(answer("ls", model="quite-another"))) as server:
+        code, out, err = composer(remote(server.url, key="x"))
+    assert code == 0, err
+    assert "answers left out: other model 6" in out
+    assert pairs(folder) == []
+
+
+def test_what_is_spent_already_counts_against_the_limit_before_the_start(composer):
+    price = ", price: {input: 1, output: 100}"
+    with ChatServer(lambda body: Reply(answer("ls", cost=0.11))) as server:
+        first = composer(remote(server.url, key="x", more=price), "--limit", "1", limits="limits: {teacher_usd: 0.3}")
+        second = composer(remote(server.url, key="x", more=price), limits="limits: {teacher_usd: 0.3}")
+    assert first[0] == 0, first[2]
+    assert second[0] == 2
+    assert "this is likely to cost $0.12 beside the $0.22 already spent, above the limit of $0.30" in second[2]
+
+
+def test_a_reference_model_that_is_not_there_is_said_before_anybody_is_asked(composer):
+    with ChatServer(lambda body: Reply(answer("ls"))) as server:
+        code, _, err = composer(remote(server.url, key="x"), "--ref-model", "./nowhere")
+        assert server.requests == []
+    assert code == 2
+    assert "./nowhere" in err
+
+
+def test_scores_are_refused_at_check_where_no_server_gives_them(composer):
+    teachers = SCRIPTED + "  far: {use: openai, preset: gpt, scores: true}\n"
+    code, _, err = composer(teachers)
+    assert code == 2
+    assert "scores: openrouter.ai gives no log-probs of a text it is handed; a vLLM server does" in err
+
+
+def test_presets_are_teachers_of_a_spec(composer):
+    teachers = "  a: {use: openai, preset: opus}\n  b: {use: openai, preset: gpt, max_tokens: 9}\n"
+    key = {"OPENROUTER_API_KEY": "sk-secret-value"}
+    code, _, err = composer(teachers, "--estimate", limits="limits: {teacher_usd: 5}", env=key)
+    assert code == 0, err
+    assert err.startswith("3 states, 6 questions, 0 answered already; likely cost $0.0")
+    code, _, err = composer(teachers, "--estimate")
+    assert (code, "teachers.a.key: the environment variable OPENROUTER_API_KEY is not set" in err) == (3, True), err

@@ -24,6 +24,10 @@ SEEDS = {
     "ClaudeCodeIngester",
     "IngestionStats",
     "TraceState",
+    "extract_dpo_pairs",
+    "replay_trace",
+    "save_pairs",
+    "replay_and_normalize",
 }
 
 

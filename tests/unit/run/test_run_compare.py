@@ -69,6 +69,12 @@ def test_a_block_that_moved_in_its_list_is_the_same_block(make, tmp_path):
     }
 
 
+def test_a_list_that_is_empty_in_one_run_is_no_line_of_its_own(make, tmp_path):
+    one, two = {"plugins[0]": "a.py", "backend.device": "cpu"}, {"plugins": [], "backend.options": {}}
+    made = compare([make("one", one), make("two", two)], tmp_path / "page.html")
+    assert rows(made.spec) == {"plugins[0]": {"A": "a.py"}, "backend.device": {"A": "cpu"}}
+
+
 def test_two_blocks_of_one_name_keep_their_numbers(make):
     spec = {"data.rewards[0].use": "regex", "data.rewards[0].pattern": "a", "data.rewards[1].use": "regex"}
     assert list(spec_values(make("one", spec))) == list(spec)

@@ -151,6 +151,23 @@ def test_a_run_whose_process_is_gone_has_failed(tmp_path):
     assert run.state() == RunState("failed", "its process ended without a word (killed, or the machine went down)")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_killed_process_that_nobody_reaps_has_failed(tmp_path):
+    # PID 1 of a container need not reap, and then the dead process stays in the table for good
+    run = make(tmp_path)
+    code = (
+        "import sys, time; from pathlib import Path; from composer_core.run.directory import RunDirectory as R;"
+        "R(Path(sys.argv[1])).lock(); print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(run.path)], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        run.event("started")
+        assert run.state() == RunState("running")
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # over, and left as it is
+        assert run.state().state == "failed"
+
+
 def test_a_process_id_taken_over_by_another_process_is_not_the_run(tmp_path):
     run = make(tmp_path)
     run.event("started")

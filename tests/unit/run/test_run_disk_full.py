@@ -10,7 +10,7 @@ import pytest
 from composer_core.errors import RunFailed
 from composer_core.plugins.registry import Registry
 from composer_core.run.directory import create_run
-from composer_core.run.files import JsonLines, read_jsonl
+from composer_core.run.files import JsonLines, disk_full, read_jsonl
 from composer_core.spec.load import load_spec
 from composer_core.spec.plan import make_plan
 
@@ -49,6 +49,15 @@ def test_a_line_that_does_not_fit_leaves_the_file_as_it_was(small_disk):
     (small_disk / "ballast").unlink()
     lines.write({"step": 3})
     assert read_jsonl(small_disk / "metrics.jsonl") == [{"step": 1}, {"step": 3}]
+
+
+def test_a_library_that_passes_the_system_s_words_on_means_a_full_disk_too(tmp_path):
+    from safetensors import SafetensorError
+
+    # room is back by the time it is asked: the tensors that did not fit are gone
+    error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert str(disk_full(error, tmp_path)) == f"{tmp_path}: {SAID}"
+    assert disk_full(SafetensorError("Error while serializing: header too large"), tmp_path) is None
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")], ids=type)

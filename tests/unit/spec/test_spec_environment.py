@@ -102,3 +102,11 @@ def test_whole_texts_and_parts(text, filled):
 
 def test_names_come_sorted_and_once():
     assert required_env({"b": ["${env:Z}", "${env:A}${env:Z}"], "c": 3, "d": None}) == ("A", "Z")
+
+
+def test_the_address_of_a_teacher_may_come_from_the_environment(load, spec_text):
+    teachers = "teachers:\n  strong: {use: openai, model: m, base_url: '${env:SERVER}'}\n"
+    strong = load(spec_text + teachers).spec.teachers["strong"].settings
+    assert fill(strong, {"SERVER": "http://127.0.0.1:8000/v1"}).base_url == "http://127.0.0.1:8000/v1"
+    with pytest.raises(UsageError, match=r"does not fit once the environment is filled in"):
+        fill(strong, {"SERVER": "127.0.0.1:8000"})

@@ -178,7 +178,7 @@ def test_a_backend_that_misses_its_upstream_ends_with_code_3(load, registry, spe
 
 
 def test_a_plan_says_what_will_be_used_and_written(load, registry, tmp_path, small_text):
-    plan = make_plan(load(small_text + "checkpoint: {every: 2}\n"), registry)
+    plan = make_plan(load(small_text + "sinks: [tensorboard, trackio]\n"), registry)
     assert plan.spec_path == str(tmp_path / "spec.yaml")
     assert [(p.name, p.version, p.entry_point) for p in plan.plugins] == [
         ("composer-core", "0.1.0", "core"),
@@ -194,6 +194,9 @@ def test_a_plan_says_what_will_be_used_and_written(load, registry, tmp_path, sma
         "metrics.jsonl",
         "events.jsonl",
         "rollouts.jsonl",
+        "lock.json",
+        "logs/",
+        "tensorboard/",
         "checkpoints/step_N/",
         "model/",
         "report.html",

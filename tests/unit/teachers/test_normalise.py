@@ -30,6 +30,8 @@ def pair(chosen="a", rejected="b", messages=()):
         ("Authorization: Bearer abcdefgh12345", "Authorization: Bearer <redacted: bearer>", "bearer"),
         ('"password": "hunter2hunter2"', '"password": "<redacted: password>"', "password"),
         ("API_KEY=abcd1234efgh", "API_KEY=<redacted: password>", "password"),
+        ("aws_secret_access_key = abcd/1234+efgh", "aws_secret_access_key = <redacted: password>", "password"),
+        (r"{\"api_key\": \"abcd1234efgh\"}", r"{\"api_key\": \"<redacted: password>\"}", "password"),
         ("postgres://bob:s3cret@db/x", "postgres://<redacted: url login>@db/x", "url login"),
         ("mail jane.doe+x@example.org now", "mail <redacted: e-mail> now", "e-mail"),
         # 4111 1111 1111 1111 passes the Luhn check: doubled digits 8+2*7=22, others 1*8=8, sum 30

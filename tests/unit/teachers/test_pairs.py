@@ -139,3 +139,40 @@ def test_a_bad_line_is_named_with_its_place(line, said, tmp_path):
         load_pairs(file)
     assert said in str(caught.value)
     assert str(file) in str(caught.value)
+
+
+def test_texts_with_line_separators_of_unicode_come_back_from_the_file(tmp_path):
+    pair = Pair("s", [text("a\u2028b\x85c")], text("yes\u2029"), text("no"), 2, ["a", "b"])
+    save_pairs([pair], tmp_path / "pairs.jsonl")
+    assert load_pairs(tmp_path / "pairs.jsonl") == [pair]
+
+
+def test_thinking_written_into_an_answer_is_not_compared():
+    assert action_key(text("<think>so\nmany ways</think>\n ls")) == action_key(text("ls"))
+    assert action_key(text("<think>nothing comes of it</think>")) == ""
+
+
+@pytest.mark.parametrize("calls", ["ls", True, [1], [{"function": "ls"}]], ids=str)
+def test_calls_that_are_none_can_be_compared_all_the_same(calls):
+    assert action_key({"role": "assistant", "tool_calls": calls}) != ""
+
+
+def test_answers_of_another_model_have_no_voice():
+    got, summary = extract_pairs(
+        [state(text("agent"))], [said("a", text("x"), finish="other model"), said("b", text("x"))]
+    )
+    assert (got, summary.dropped_answers) == ([], {"other model": 1})
+
+
+def test_a_pair_says_which_models_its_teachers_were():
+    (pair,), _ = extract_pairs(
+        [state(text("agent"))], [said("a", text("x")), said("b", text("x")), said("c", text("y"))]
+    )
+    assert pair.meta == {"n_answers": 3, "models": {"a": "m", "b": "m"}}
+
+
+def test_a_line_that_lacks_a_key_is_named_with_what_it_lacks(tmp_path):
+    (tmp_path / "pairs.jsonl").write_text('{"state_id": "s", "messages": []}\n')
+    with pytest.raises(UsageError) as caught:
+        load_pairs(tmp_path / "pairs.jsonl")
+    assert caught.value.problem == "not a pair: it lacks chosen, rejected, n_agreeing, teachers"

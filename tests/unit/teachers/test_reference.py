@@ -82,3 +82,12 @@ def test_long_lists_are_cut_into_batches_of_like_length(tiny_model_folder, datab
     assert [one.state_id for one in done] == [one.state_id for one in pairs]
     assert sum(seen) == 5
     assert len(seen) >= 3
+
+
+def test_pairs_beyond_the_models_positions_have_no_log_probs(tiny_model_folder, database):
+    from composer_core.hf.tiny import MAX_POSITIONS
+
+    pairs = [pair("yes", "no"), pair("y" * MAX_POSITIONS, "no")]
+    done, dropped = with_reference(pairs, tiny_model_folder, database, name="tiny")
+    assert [one.chosen["content"] for one in done] == ["yes"]
+    assert dropped == {"too long": 1}

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -110,6 +111,45 @@ def test_the_first_interruption_waits_for_what_is_paid_for(tmp_path):
         assert stored < 20
         assert Budget(database, "x").spent().doubt_usd == 0
         database.close()
+
+
+def test_after_an_interruption_nothing_is_sent_again(tmp_path):
+    def busy(body):
+        os.kill(os.getpid(), signal.SIGINT)
+        return Reply(status=503)
+
+    with ChatServer(busy) as server:
+        with pytest.raises(Stopped, match="interrupted after"):
+            asyncio.run(replay_trace(states(9), {"t": openai(server.url, concurrency=1)}, database=tmp_path / "db"))
+        assert len(server.requests) == 1
+
+
+def test_the_second_interruption_waits_no_longer_and_what_it_may_cost_is_in_doubt(tmp_path):
+    def hang(body):
+        for wait in (0.2, 0.4):
+            threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return Reply(answer("x"), delay_s=60)
+
+    with ChatServer(hang) as server:
+        database, started = Database(tmp_path / "db"), time.monotonic()
+        budget = Budget(database, "x", usd=2)
+        replay = Replay(states(3), [Asker("t", openai(server.url, concurrency=1, price=PRICE), database, budget)])
+        with pytest.raises(Stopped, match="interrupted after 0 of 3 answers"):
+            asyncio.run(replay.run())
+        assert time.monotonic() - started < 30
+        assert (budget.spent().reserved_usd, len(server.requests)) == (0, 1)
+        assert budget.spent().doubt_usd == pytest.approx(1024 * 1000e-6, rel=0.01)
+        database.close()
+
+
+def test_an_interruption_during_the_last_answer_changes_nothing(tmp_path):
+    def last(body):
+        os.kill(os.getpid(), signal.SIGINT)
+        return Reply(answer("x"), delay_s=0.1)
+
+    with ChatServer(last) as server:
+        (got,) = asyncio.run(replay_trace(states(1), {"t": openai(server.url)}, database=tmp_path / "db"))
+    assert got.reply.message["content"] == "x"
 
 
 PROGRAM = """
