@@ -37,10 +37,11 @@ def open_run(spec_path: Path, overrides: list[str], root: Path) -> Iterator[obje
     """A run session as the worker makes it, without a display."""
     from composer_core.data.rewards import build_rewards
     from composer_core.plugins.registry import Registry
-    from composer_core.run.control import StopSignals
+    from composer_core.run.control import Control, StopSignals
     from composer_core.run.directory import create_run
     from composer_core.run.progress import Silent
     from composer_core.run.session import RunSession
+    from composer_core.run.tripwires import tripwires
     from composer_core.spec.load import load_spec
     from composer_core.spec.plan import make_plan
 
@@ -49,13 +50,15 @@ def open_run(spec_path: Path, overrides: list[str], root: Path) -> Iterator[obje
     plan = make_plan(loaded, registry)
     objective = loaded.spec.loss.objective
     with StopSignals() as signals:
+        directory, limits = create_run(root, loaded.spec.name), loaded.spec.limits
+        wires = tripwires(limits, channels=[], warn=print)
         session = RunSession(
-            create_run(root, loaded.spec.name),
+            directory,
             loaded.spec,
             upstream=plan.upstream,
             rewards=build_rewards(loaded.spec, registry),
             objective=registry.get(objective.kind, objective.use)[1].load()(objective.settings),
-            signals=signals,
+            control=Control(signals, stop_file=directory.stop_file, hours=limits.hours, tripwires=wires),
             display=Silent(),
         )
         with closing(session):
@@ -68,6 +71,7 @@ def block(kind: str, spec: Path, overrides: list[str]) -> list[float]:
     from trl import GRPOTrainer
 
     from composer_core.hf.models import load_policy, load_tokenizer
+    from composer_core.loss.composite import CompositeLoss
     from composer_trl.backend import RunListener, config_of, lora_config, rows_dataset
     from composer_trl.trainer import ComposerGRPOTrainer
 
@@ -82,7 +86,7 @@ def block(kind: str, spec: Path, overrides: list[str]) -> list[float]:
 
     with tempfile.TemporaryDirectory() as root, open_run(spec, overrides, Path(root)) as run:
         folder = run.model_folder()
-        listener = RunListener(run)
+        listener = RunListener(run, CompositeLoss([], run.objective))
         ours = {"callbacks": [Clock(), listener], "on_generation": listener.on_generation}
         trainer = (ComposerGRPOTrainer if kind == "composer" else GRPOTrainer)(
             load_policy(folder, dtype="float32"),
@@ -93,6 +97,7 @@ def block(kind: str, spec: Path, overrides: list[str]) -> list[float]:
             peft_config=lora_config(run.spec.model.lora),
             **(ours if kind == "composer" else {"callbacks": [Clock()]}),
         )
+        listener.trainer = trainer
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return [after - before for before, after in pairwise(ticks)]
