@@ -276,8 +276,6 @@ class PythonRewardSettings(Settings):
 class ToySettings(Settings):
     """The toy trainer needs nothing; it exists to prove plugins, not to train models."""
 
-    device: Literal["cpu"] = "cpu"
-
 
 class InlineSettings(Settings):
     """One child process of the command itself, on this machine."""

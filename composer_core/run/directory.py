@@ -39,6 +39,7 @@ from composer_core.run.files import (
     write_json,
     write_text,
 )
+from composer_core.run.processes import is_running, process_start
 
 RUNS_VARIABLE = "COMPOSER_RUNS"
 DEBUG_VARIABLE = "COMPOSER_DEBUG"
@@ -189,7 +190,7 @@ class RunDirectory:
                     fix=f"composer-run stop {self.name}{gone}",
                 )
             pid = os.getpid()
-            me = {"pid": pid, "process_start": _process_start(pid), "host": socket.gethostname(), "time": time.time()}
+            me = {"pid": pid, "process_start": process_start(pid), "host": socket.gethostname(), "time": time.time()}
             self.write_json("lock.json", me)
 
     def state(self) -> RunState:
@@ -219,30 +220,11 @@ def _exclusive(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _process_start(pid: int) -> str:
-    """Clock ticks since boot at which a process started: tells it from a later one with the same id. Linux only.
-
-    "" for a process that is over and only waits to be reaped, which the first process of a container may never do.
-    """
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        state, *others = stat.read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in ("Z", "X") else others[18]
-
-
 def _alive(lock: Mapping[str, Any]) -> bool:
     """Whether a lock's process still runs; on another machine nobody can tell, so it counts as running."""
     if lock["host"] != socket.gethostname():
         return True
-    try:
-        os.kill(lock["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # somebody else's process: it is there
-    return _process_start(lock["pid"]) == str(lock["process_start"])
+    return is_running(lock["pid"], str(lock["process_start"]))
 
 
 # -- making and finding ------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import math
 import os
 import sqlite3
 from dataclasses import dataclass
-from pathlib import Path
 
 from composer_core.protocols import Cost
+from composer_core.run.processes import is_running, process_start
 from composer_core.teachers.database import Database
 
 _NANO = 1_000_000_000
@@ -105,23 +105,13 @@ class Budget:
 
 
 def process_mark(pid: int) -> str:
-    """A process's id with its start time, which tells it from a later one of the same id; "" start where unknown."""
-    try:
-        start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        start = ""
-    return f"{pid}@{start}"
+    """A process's id with its start time."""
+    return f"{pid}@{process_start(pid)}"
 
 
 def _alive(mark: str) -> bool:
-    pid = int(mark.partition("@")[0])
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return process_mark(pid) == mark
+    pid, _, start = mark.partition("@")
+    return is_running(int(pid), start)
 
 
 def _nano(usd: float) -> int:

@@ -1,11 +1,14 @@
 """One question with everything around it, against a real HTTP server on loopback."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from composer_core.protocols import Cost
-from composer_core.teachers.budget import Budget
+from composer_core.teachers.budget import Budget, process_mark
 from composer_core.teachers.errors import BudgetSpent, TeacherRefused
 from composer_core.testing.chat_server import ChatServer, Reply, answer
 
@@ -195,6 +198,22 @@ def test_reservations_of_a_process_that_died_stay_as_doubt(database):
     assert (spent.usd, spent.doubt_usd, spent.reserved_usd, spent.tokens) == (0.4, 0.4, 0.0, 7)
     assert budget.reserve(Cost(0.7, 0)) is None
     assert budget.reserve(Cost(0.6, 0)) is not None
+
+
+def test_a_killed_process_that_nobody_reaped_holds_no_money(database):
+    budget = Budget(database, "test", usd=1.0)
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    mark = process_mark(process.pid)
+    with database.write() as connection:
+        connection.execute(
+            "INSERT INTO money (scope, nanousd, tokens, state, process) VALUES ('test', 1, 1, 'reserved', ?)", (mark,)
+        )
+    assert budget.others_under_way()
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # over, and left in the process table
+    assert not budget.others_under_way()
+    process.stdin.close()
+    process.wait()
 
 
 def test_sums_of_money_are_exact():
