@@ -35,9 +35,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from composer_core.divergences import Divergence, DivergenceKind
 from composer_core.loss.fused import fused_linear_divergence
 from composer_core.loss.fused_logps import fused_logps
-from composer_core.protocols import Divergence, DivergenceKind
 
 sys.path.remove(str(Path(__file__).parent))  # else bench/trl.py is what `import trl` finds
 

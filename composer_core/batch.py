@@ -22,6 +22,9 @@ class Seqs:
     """(N,) int64."""
     cu: Tensor
     """(S+1,) int64 cumulative lengths: sequence s is `ids[cu[s]:cu[s+1]]`."""
+    scored: Tensor | None = None
+    """(N,) bool: tokens whose log-probs a loss reads; a view projects no others onto the vocabulary and gives 0 there.
+    None: all."""
 
     @classmethod
     def from_lists(cls, sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Seqs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -162,8 +163,9 @@ def _side(rows: Sequence[Row], side: str, device: torch.device) -> tuple[Seqs, T
     """Prompt + answer of each pair, packed, and which tokens are the answer's."""
     texts = [(ints(row, "prompt"), ints(row, side)) for row in rows] or [([FILLER_ID], [])]
     flags = [flag for prompt, answer in texts for flag in [False] * len(prompt) + [True] * len(answer)]
+    action = torch.tensor(flags, device=device)
     seqs = Seqs.from_lists([[*prompt, *answer] for prompt, answer in texts], device=device)
-    return seqs, torch.tensor(flags, device=device)
+    return replace(seqs, scored=action), action
 
 
 def _mean_margin(pairs: PairLogps) -> Tensor:

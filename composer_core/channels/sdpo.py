@@ -18,6 +18,7 @@ from composer_core.batch import Batch, Hints, Rollouts, Seqs
 from composer_core.channels.hinting import Hinting
 from composer_core.channels.rows import floats, ints
 from composer_core.channels.settings import NEED_OF, SdpoSettings, Way, ways
+from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 from composer_core.errors import RunFailed
 from composer_core.loss.channel import ChannelDefaults
 from composer_core.loss.clip import MAX_LOG_RATIO
@@ -25,19 +26,7 @@ from composer_core.loss.reduce import select
 from composer_core.loss.taid_schedule import TAIDScheduler
 from composer_core.loss.teachers import SelfTeacher
 from composer_core.plugins.registry import Registry
-from composer_core.protocols import (
-    Divergence,
-    DivergenceKind,
-    Model,
-    Need,
-    PaperGate,
-    PolicyView,
-    RolloutText,
-    Row,
-    SoftGate,
-    Support,
-    Term,
-)
+from composer_core.protocols import Model, Need, PolicyView, RolloutText, Row, Term
 
 FILLER_ID = 0
 """Token that the teacher reads where a micro-batch has no hint; every vocabulary has it."""

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from torch import Tensor
 
 from composer_core.batch import Hints, Pairs, Rollouts
+from composer_core.divergences import Divergence
 from composer_core.loss.teachers import SelfTeacher
-from composer_core.protocols import Divergence, Need, RolloutText, Row
+from composer_core.protocols import Need, RolloutText, Row
 
 if TYPE_CHECKING:
     from composer_core.plugins.registry import Registry

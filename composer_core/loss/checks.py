@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from composer_core.protocols import Divergence, Support
+from composer_core.divergences import Divergence, Support
 
 
 def check_logits(student_logits: Tensor, teacher_logits: Tensor) -> None:

@@ -11,11 +11,11 @@ import warnings
 import torch
 from torch import Tensor
 
+from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 from composer_core.loss.checks import check_ids
 from composer_core.loss.distributions import divergence_entries, entropy, floored, log_probs, sampled_surrogate
 from composer_core.loss.divergence import divergence, paper_term
 from composer_core.loss.topk import entries_of, is_full, restricted
-from composer_core.protocols import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 
 REDUCTIONS = ("batchmean", "sum", "mean", "none")
 IGNORED_LABEL = -100

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from composer_core.batch import Batch, Hints, Rollouts, Seqs
+from composer_core.divergences import Divergence, DivergenceKind, SoftGate
 from composer_core.loss.lm_ce import LmCe
 from composer_core.loss.preference import FORMS, PairLogps, answer_logps
 from composer_core.loss.reduce import masked_mean
 from composer_core.loss.views import ModelView
-from composer_core.protocols import Divergence, DivergenceKind, SoftGate
 
 SDPO_KEYS = ("ctx_teacher_input_ids", "sdpo_loss_mask")
 PAIR_KEYS = (
@@ -197,7 +197,7 @@ def _pair_logps(view: ModelView, inputs: Mapping[str, Tensor], reference: tuple[
     sides = []
     for side in ("chosen", "rejected"):
         answers = _answers(inputs, f"dpo_{side}_input_ids", f"dpo_{side}_response_mask")
-        logps = view.logps(answers.seqs, grad=True, temperature=1.0)
+        logps = view.logps(replace(answers.seqs, scored=answers.action), grad=True, temperature=1.0)
         sides.append(answer_logps(logps, answers.action, answers.seqs))
     (chosen, chosen_tokens), (rejected, rejected_tokens) = sides
     missing = [key for key in reference if key not in inputs]

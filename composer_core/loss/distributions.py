@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from composer_core.protocols import Divergence, DivergenceKind, Support
+from composer_core.divergences import Divergence, DivergenceKind, Support
 
 LOGP_FLOOR = -100.0
 """Log-probability of an entry without any mass (a logit of -inf). It makes KL finite where one side excludes what the

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from composer_core.divergences import Divergence, PaperGate, SoftGate
 from composer_core.loss.checks import check_logits, check_sampled_ids
 from composer_core.loss.distributions import between, entropy, floored, kl_entries, log_probs
 from composer_core.loss.reduce import select
 from composer_core.loss.targets import soft_weight, taid_target
 from composer_core.loss.topk import entries_of, is_full, restricted, truncated_kl
-from composer_core.protocols import Divergence, PaperGate, SoftGate
 
 
 def divergence(

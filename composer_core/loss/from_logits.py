@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_core.divergences import Divergence
 from composer_core.loss.checks import check_chunk, check_logits, check_sampled_ids, check_single_backward, check_weight
 from composer_core.loss.head import Buffers, accumulation_dtype, chunk_size
 from composer_core.loss.tiles import Tile, clipped, tile_divergence
-from composer_core.protocols import Divergence
 
 
 def divergence_from_logits(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_core.divergences import Divergence
 from composer_core.loss.checks import (
     check_chunk,
     check_projection,
@@ -23,7 +24,6 @@ from composer_core.loss.checks import (
 )
 from composer_core.loss.head import Buffers, Head, HeadGrads, accumulation_dtype, chunk_size
 from composer_core.loss.tiles import clipped, tile_divergence
-from composer_core.protocols import Divergence
 
 
 def fused_linear_divergence(

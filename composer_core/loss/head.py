@@ -8,7 +8,7 @@ Letters: n tokens of a chunk, H hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class Head:
     def vocab(self) -> int:
         """V"""
         return self.weight.shape[0]
+
+    def detached(self) -> Head:
+        """The same numbers without gradient, also when the parameters get other values in their place later."""
+        bias = None if self.bias is None else self.bias.detach()
+        return replace(self, weight=self.weight.detach(), bias=bias)
 
     def project(self, hidden: Tensor, out: Tensor, *, temperature: float) -> None:
         """Logits of (n, H) hidden states divided by the temperature, written to `out`, (n, V)."""

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from composer_core.batch import Hints, Seqs
+from composer_core.divergences import Divergence
 from composer_core.loss.divergence import divergence
 from composer_core.loss.fused import fused_linear_divergence
 from composer_core.loss.fused_logps import fused_logps
 from composer_core.loss.head import Head
 from composer_core.loss.reduce import select
-from composer_core.protocols import Divergence
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Outputs:
     states: Tensor
     """(S, T, H), or (S, T, V) without a head; in the model's dtype."""
     head: Head | None
+    start: Tensor | None = None
+    """(S,) column in which each sequence begins; None: 0, as padded on the right."""
 
     def rows(self, at: Tensor) -> Tensor:
         """Those that predict the tokens at flat indices `at`, (len(at), H or V), joined to the graph.
@@ -37,7 +39,8 @@ class Outputs:
         if not at.numel():
             return self.states.reshape(-1, self.states.shape[-1])[:0]
         sequence = self.seqs.owner[at]
-        return self.states[sequence, (at - self.seqs.cu[sequence] - 1).clamp(min=0)]
+        column = (at - self.seqs.cu[sequence] - 1).clamp(min=0)
+        return self.states[sequence, column if self.start is None else column + self.start[sequence]]
 
     def logits(self, at: Tensor, *, temperature: float) -> Tensor:
         """Logits over the temperature that predict the tokens at flat indices `at`, (len(at), V), likewise wide."""

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from composer_core.divergences import SoftGate
 from composer_core.loss.distributions import entropy, floored, log_probs, wide
-from composer_core.protocols import SoftGate
 
 
 def taid_target(student_logits: Tensor, teacher_logits: Tensor, *, t: float) -> Tensor:

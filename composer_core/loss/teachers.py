@@ -1,15 +1,14 @@
 """Self-teachers: whose weights read the hint. `live` are the policy's own, `frozen` those it started with, `ema` an
 average that follows the policy.
 
-A channel says what it wants with a `SelfTeacher`; a trainer makes it once with `make_teacher`, hands `network` to its
-view and calls `step` after every optimiser step. Teachers from other models are not here: they do not score yet.
+A channel says what it wants with a `SelfTeacher`; a trainer makes it once with `make_teacher`, hands it to its view
+and calls `step` after every optimiser step. Teachers from other models are not here: they do not score yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -59,18 +58,35 @@ class Teacher:
         _check_names(self.state_dict(), state)
 
 
-class FrozenCopy(Teacher):
-    """The weights at the time it is made, for a policy without adapters.
+class Stored(Teacher):
+    """The policy's own modules with other values in its trained weights: `reading` puts them in, and back.
 
-    Not in a checkpoint: they are the starting model's, which a resumed run loads again.
+    A second model would need a second copy of the weights that are not trained, and a trainer may have replaced the
+    policy's `forward` by one that a copy of it would share.
     """
 
     def __init__(self, policy: nn.Module) -> None:
-        super().__init__(_copy(policy))
+        super().__init__(policy)
+        self._values = {name: p.detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """The stored values are in the weights inside; run no backward there."""
+        swapped = [(p, p.data) for name, p in self.network.named_parameters() if name in self._values]
+        stored = [self._values[name] for name, _ in self.network.named_parameters() if name in self._values]
+        torch.clear_autocast_cache()  # else a forward under autocast would read low-precision copies of the policy's
+        try:
+            for (parameter, _), value in zip(swapped, stored, strict=True):
+                parameter.data = value
+            yield
+        finally:
+            for parameter, own in swapped:
+                parameter.data = own
+            torch.clear_autocast_cache()
 
 
 class FrozenBase(Teacher):
-    """The policy with its adapters off (peft): the starting weights, without a second copy."""
+    """The policy with its adapters off (peft): the starting weights, as long as the adapters began at nothing."""
 
     def reading(self) -> AbstractContextManager[None]:
         """Adapters are off inside, and on again after it."""
@@ -78,25 +94,23 @@ class FrozenBase(Teacher):
         return _adapters_off(network)
 
 
-class Average(Teacher):
-    """average <- (1 - rate) average + rate policy, over the weights that are trained; buffers are copied.
+class Average(Stored):
+    """average <- (1 - rate) average + rate policy, over the weights that are trained.
 
     Held in float32: in bfloat16 a step of rate 0.05 x a small change is rounded away.
     """
 
     def __init__(self, policy: nn.Module, rate: float) -> None:
-        super().__init__(_copy(policy))
-        self._policy, self._rate = policy, rate
-        self._wide = {name: p.detach().float().clone() for name, p in policy.named_parameters() if p.requires_grad}
+        super().__init__(policy)
+        self._rate = rate
+        self._wide = {name: value.float() for name, value in self._values.items()}
 
     @torch.no_grad()
     def step(self) -> None:
         """One step towards the policy."""
-        trained = dict(self._policy.named_parameters())
+        trained = dict(self.network.named_parameters())
         ema_update(self._wide.values(), [trained[name].detach() for name in self._wide], rate=self._rate)
-        for mine, theirs in zip(self.network.buffers(), self._policy.buffers(), strict=True):
-            mine.copy_(theirs)
-        self._write()
+        self._narrow()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages, float32, by the policy's parameter names."""
@@ -112,12 +126,12 @@ class Average(Teacher):
         _check_names(self._wide, state)
         for name, mine in self._wide.items():
             mine.copy_(state[name])
-        self._write()
+        self._narrow()
 
-    def _write(self) -> None:
-        for name, parameter in self.network.named_parameters():
-            if name in self._wide:
-                parameter.copy_(self._wide[name])
+    def _narrow(self) -> None:
+        for name, value in self._values.items():
+            if value is not self._wide[name]:  # float32 weights need no second copy
+                value.copy_(self._wide[name])
 
 
 def make_teacher(policy: nn.Module, wanted: SelfTeacher) -> Teacher:
@@ -126,7 +140,16 @@ def make_teacher(policy: nn.Module, wanted: SelfTeacher) -> Teacher:
         return Teacher(policy)
     if wanted.weights == "ema":
         return Average(policy, wanted.rate)
-    return FrozenBase(policy) if isinstance(policy, _Adapted) else FrozenCopy(policy)
+    return FrozenBase(policy) if _is_fresh(policy) else Stored(policy)
+
+
+def _is_fresh(policy: nn.Module) -> bool:
+    """Whether a policy has LoRA adapters that add nothing yet, so that without them it is what it started as."""
+    if not isinstance(policy, _Adapted):
+        return False
+    adapted = {name for name, p in policy.named_parameters() if p.requires_grad}
+    second = {name: p for name, p in policy.named_parameters() if ".lora_B." in name or ".lora_embedding_B." in name}
+    return all(".lora_" in name for name in adapted) and not any(bool(p.any()) for p in second.values())
 
 
 @runtime_checkable
@@ -144,11 +167,6 @@ class _Adapted(Protocol):
 def _adapters_off(network: Any) -> Iterator[None]:
     with network.disable_adapter():
         yield
-
-
-def _copy(policy: nn.Module) -> nn.Module:
-    copy = deepcopy(policy).requires_grad_(False)
-    return copy.train(False)
 
 
 def _check_names(mine: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

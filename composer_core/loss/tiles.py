@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate
 from composer_core.loss.distributions import LOGP_FLOOR
 from composer_core.loss.divergence import on_entries
 from composer_core.loss.head import Buffers
 from composer_core.loss.targets import soft_weight
 from composer_core.loss.topk import Entries, entries_of, is_full, restricted, truncated_kl
-from composer_core.protocols import Divergence, DivergenceKind, PaperGate, SoftGate
 
 _CACHE_BYTES = 2**21
 """Size of one buffer's rows that are worked on together, of up to four. Smaller ones stay in the cache more surely, but

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from composer_core.divergences import Divergence, Support
 from composer_core.loss.distributions import LOGP_FLOOR, floored, kl_entries
-from composer_core.protocols import Divergence, Support
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,22 @@ Letters: N tokens packed, S sequences, K hint tokens, V vocabulary, T longest se
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from composer_core.batch import Hints, Seqs
+from composer_core.divergences import Divergence, Support
 from composer_core.errors import RunFailed
 from composer_core.loss.distributions import sampled_kl
 from composer_core.loss.heads import take_apart
 from composer_core.loss.outputs import Outputs, divergence_between
 from composer_core.loss.reduce import select
 from composer_core.loss.teachers import Teacher
-from composer_core.protocols import Divergence, Model, Need, Support
+from composer_core.protocols import Model, Need
 
 
 class ModelView:
@@ -41,7 +42,12 @@ class ModelView:
         teacher: nn.Module | Teacher | None = None,
         reference: nn.Module | Teacher | None = None,
         pad_id: int = 0,
+        known: KnownForward | None = None,
+        around_forward: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """`known` is the policy's forward on `rollouts` where the trainer has run it; `around_forward` is entered for
+        each forward of a model, for a trainer's autocast.
+        """
         self._models: dict[Model, nn.Module | Teacher | None] = {
             "policy": policy,
             "teacher": teacher,
@@ -49,11 +55,16 @@ class ModelView:
         }
         self._rollouts = rollouts
         self._pad_id = pad_id
+        self._around_forward = around_forward
         # the Seqs are kept beside their outputs: identity is only a key while the object lives
         self._forwards: list[tuple[Seqs, Model, bool, Outputs]] = []
         self._logps: list[tuple[Seqs, Model, bool, float, Tensor]] = []
         self.anchors: list[Tensor] = []
         """See `watch.Anchored`."""
+        if known is not None:
+            self._forwards.append((known.outputs.seqs, "policy", True, known.outputs))
+            if known.logps is not None:
+                self._logps.append((known.outputs.seqs, "policy", True, known.temperature, known.logps))
 
     def logps(self, seqs: Seqs, *, model: Model = "policy", grad: bool, temperature: float) -> Tensor:
         """See `protocols.PolicyView`: (N,), in at least float32.
@@ -66,7 +77,7 @@ class ModelView:
                 return logps
         with self._grad_mode(model, grad=grad):
             outputs = self._outputs(seqs, model=model, grad=grad)
-            at = (~seqs.first).nonzero().flatten()
+            at = (~seqs.first if seqs.scored is None else seqs.scored & ~seqs.first).nonzero().flatten()
             picked = outputs.logps(at, temperature=temperature)
             # scattered into zeros: nothing predicts a first token
             logps = picked.new_zeros(seqs.ids.shape).index_put((at,), picked)
@@ -102,7 +113,7 @@ class ModelView:
         for known, known_model, known_grad, outputs in self._forwards:
             if known is seqs and (known_model, known_grad) == (model, grad):
                 return outputs
-        outputs = self._forward(self._network(model), seqs)
+        outputs = self._forward(self._network(model), seqs, grad=grad)
         if grad or outputs.head is not None:  # logits without gradient would be kept for nothing
             self._forwards.append((seqs, model, grad, outputs))
         return outputs
@@ -124,7 +135,7 @@ class ModelView:
                 with torch.no_grad(), _evaluating(self._network(model)):
                     yield
 
-    def _forward(self, network: nn.Module, seqs: Seqs) -> Outputs:
+    def _forward(self, network: nn.Module, seqs: Seqs, *, grad: bool) -> Outputs:
         ids, mask = seqs.padded(self._pad_id)
         if not ids.numel():  # nothing here, yet the other ranks run a forward: one padding token joins them
             ids, mask = ids.new_full((1, 1), self._pad_id), mask.new_ones((1, 1))
@@ -132,10 +143,25 @@ class ModelView:
         mask[:, 0] = True
         parts = take_apart(network)
         inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
-        if parts is not None:
-            return Outputs(seqs, parts.backbone(**inputs).last_hidden_state, parts.head)
-        _tell_dense(network)
-        return Outputs(seqs, network(**inputs).logits, None)
+        if parts is None:
+            _tell_dense(network)
+        with self._around_forward():
+            if parts is None:
+                return Outputs(seqs, network(**inputs).logits, None)
+            states = parts.backbone(**inputs).last_hidden_state
+        # without gradient the head is the tensor that is there now: a teacher's weights are gone when it is used
+        return Outputs(seqs, states, parts.head if grad else parts.head.detached())
+
+
+@dataclass(frozen=True)
+class KnownForward:
+    """A forward of the policy with gradient that a trainer has run already."""
+
+    outputs: Outputs
+    logps: Tensor | None = None
+    """(N,) log-probs with gradient, 0 where `outputs.seqs.scored` leaves a token out."""
+    temperature: float = 1.0
+    """That of `logps`."""
 
 
 def _given(rollouts: Seqs | None) -> Seqs:

@@ -13,7 +13,8 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from composer_core.batch import Hints, Rollouts, Seqs
-from composer_core.protocols import Divergence, Model, PolicyView
+from composer_core.divergences import Divergence
+from composer_core.protocols import Model, PolicyView
 
 
 @runtime_checkable

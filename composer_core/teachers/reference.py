@@ -81,7 +81,7 @@ def _sums(model: torch.nn.Module, batch: Sequence[PairIds]) -> list[tuple[float,
     sides = [(one.prompt, answer) for one in batch for answer in (one.chosen, one.rejected)]
     seqs = Seqs.from_lists([[*prompt, *answer] for prompt, answer in sides])
     action = torch.cat([torch.arange(len(p) + len(a)) >= len(p) for p, a in sides])
-    logps = ModelView(model, rollouts=None).logps(seqs, grad=False, temperature=1.0)
+    logps = ModelView(model, rollouts=None).logps(replace(seqs, scored=action), grad=False, temperature=1.0)
     sums = segment_sum(select(logps, action), seqs).tolist()
     return [(float(sums[2 * i]), float(sums[2 * i + 1])) for i in range(len(batch))]
 

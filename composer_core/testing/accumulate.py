@@ -98,7 +98,11 @@ def take(rollouts: Rollouts, indices: Sequence[int]) -> Rollouts:
         return None if values is None else values[at]
 
     return Rollouts(
-        seqs=Seqs(ids=rollouts.seqs.ids[tokens], cu=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])),
+        seqs=Seqs(
+            ids=rollouts.seqs.ids[tokens],
+            cu=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            scored=pick(rollouts.seqs.scored, tokens),
+        ),
         action=rollouts.action[tokens],
         advantages=pick(rollouts.advantages, tokens),
         old_logps=pick(rollouts.old_logps, tokens),

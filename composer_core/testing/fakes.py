@@ -13,13 +13,14 @@ import torch
 from pydantic import Field
 
 from composer_core.batch import Batch, Hints, Rollouts, Seqs
+from composer_core.divergences import Divergence, DivergenceKind
 from composer_core.errors import RunFailed
 from composer_core.loss.channel import ChannelDefaults
 from composer_core.loss.reduce import masked_sum, select
 from composer_core.plugins.contributions import LossChannelPlugin
 from composer_core.plugins.hookspecs import hookimpl
 from composer_core.plugins.settings import NoSettings, Settings
-from composer_core.protocols import Divergence, DivergenceKind, Need, PolicyView, RolloutText, Row, Term
+from composer_core.protocols import Need, PolicyView, RolloutText, Row, Term
 
 
 class HintFakeSettings(Settings):

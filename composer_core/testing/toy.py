@@ -186,9 +186,9 @@ class _Training:
 
     def compare(self, drawn: _Drawn, rewards: Tensor) -> tuple[Rollouts, Tensor]:
         """Packed rollouts and their advantages, (S,), from the rewards of all ranks."""
-        seqs = Seqs.from_lists([c.prompt_ids + c.ids for c in drawn.completions])
         flags = [[False] * len(c.prompt_ids) + [not self.dropped(c)] * len(c.ids) for c in drawn.completions]
         action = torch.tensor([flag for sequence in flags for flag in sequence])
+        seqs = replace(Seqs.from_lists([c.prompt_ids + c.ids for c in drawn.completions]), scored=action)
         view = ModelView(self.policy, rollouts=seqs, reference=self.reference)
         old = view.logps(seqs, grad=False, temperature=self.train.temperature)
         ref = view.logps(seqs, model="reference", grad=False, temperature=self.train.temperature)

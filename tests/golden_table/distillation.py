@@ -10,6 +10,7 @@ from oracles.policy import verl_shares
 from torch import Tensor
 
 from composer_core.batch import Seqs
+from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 from composer_core.loss.compat import entropy_aware_opd_loss, generalized_jsd_loss, sampled_opd_loss
 from composer_core.loss.corrections import sampler_ratio, truncate
 from composer_core.loss.distributions import log_probs, sampled_surrogate
@@ -18,7 +19,7 @@ from composer_core.loss.reduce import COUNT_OF, aggregate
 from composer_core.loss.taid_schedule import TAIDScheduler
 from composer_core.loss.targets import soft_weight, taid_loss, teacher_entropy, trust_region_target
 from composer_core.loss.topk import truncated_kl
-from composer_core.protocols import Aggregation, Divergence, DivergenceKind, PaperGate, SoftGate, Support
+from composer_core.protocols import Aggregation
 from golden_table.case import Answer, Case, Compute, nan_means_zero
 
 ENDS = {0.0: DivergenceKind.KL_TEACHER_STUDENT, 1.0: DivergenceKind.KL_STUDENT_TEACHER}

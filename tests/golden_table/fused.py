@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from composer_core.divergences import Divergence, DivergenceKind
 from composer_core.loss.distributions import entropy, log_probs
 from composer_core.loss.fused import fused_linear_divergence
 from composer_core.loss.reduce import masked_sum
-from composer_core.protocols import Divergence, DivergenceKind
 from golden_table.case import Answer, Case, Compute
 from golden_table.distillation import ENDS
 

@@ -14,21 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from composer_core.batch import Batch, Hints, Rollouts, Seqs
+from composer_core.divergences import Divergence
 from composer_core.loss.composite import ActiveChannel, CompositeLoss, Rows
 from composer_core.loss.reduce import global_count
 from composer_core.loss.views import KnownLogps, LeafView, ModelView
-from composer_core.protocols import (
-    Aggregation,
-    Divergence,
-    LossChannel,
-    Model,
-    Need,
-    PolicyView,
-    RolloutText,
-    Row,
-    Stateful,
-    Term,
-)
+from composer_core.protocols import Aggregation, LossChannel, Model, Need, PolicyView, RolloutText, Row, Stateful, Term
 from composer_core.testing.accumulate import Window, accumulate_gradients
 
 NAME = "under-test"

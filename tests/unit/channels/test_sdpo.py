@@ -9,9 +9,10 @@ from composer_core.batch import Batch, Rollouts, Seqs
 from composer_core.channels.rows import Segment, pack
 from composer_core.channels.sdpo import Sdpo, sdpo
 from composer_core.channels.settings import SdpoSettings
+from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 from composer_core.errors import RunFailed
 from composer_core.loss.composite import ActiveChannel, CompositeLoss
-from composer_core.protocols import Divergence, DivergenceKind, Need, PaperGate, RolloutText, SoftGate, Support
+from composer_core.protocols import Need, RolloutText
 
 #                       0   1   2   3   4   |  0   1   2
 FIRST, SECOND = [7, 8, 20, 21, 22], [9, 30, 31]

@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 
+from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 from composer_core.loss.compat import entropy_aware_opd_loss, generalized_jsd_loss, sampled_opd_loss
 from composer_core.loss.divergence import divergence
-from composer_core.protocols import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 
 TEACHER_STUDENT, STUDENT_TEACHER, JSD = DivergenceKind
 B, T, V = 2, 3, 5

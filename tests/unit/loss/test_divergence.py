@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 from composer_core.loss.distributions import sampled_kl, sampled_surrogate
 from composer_core.loss.divergence import divergence
-from composer_core.protocols import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 
 SPECS = [
     Divergence(kind=DivergenceKind.KL_TEACHER_STUDENT),

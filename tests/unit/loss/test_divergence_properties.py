@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 from composer_core.loss.divergence import divergence
 from composer_core.loss.from_logits import divergence_from_logits
-from composer_core.protocols import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 finite = st.floats(-50, 50, width=32)

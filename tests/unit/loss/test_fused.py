@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
+from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 from composer_core.loss.divergence import divergence
 from composer_core.loss.from_logits import divergence_from_logits
 from composer_core.loss.fused import fused_linear_divergence
 from composer_core.loss.head import chunk_size
-from composer_core.protocols import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 
 TEACHER_STUDENT, STUDENT_TEACHER, JSD = DivergenceKind
 K, V, H, H_T = 7, 13, 5, 6

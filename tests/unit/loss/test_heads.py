@@ -8,9 +8,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from composer_core.batch import Hints, Seqs
+from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 from composer_core.loss.heads import HEADS, take_apart
 from composer_core.loss.views import ModelView
-from composer_core.protocols import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 
 VOCABULARY = 64
 SMALL = {
@@ -170,11 +170,12 @@ def test_inside_a_lora_model_the_adapters_take_part_and_the_base_is_the_frozen_t
     base = _model("qwen3")
     expected = ModelView(copy.deepcopy(base), rollouts=SEQS).logps(SEQS, grad=False, temperature=1.0)
     policy = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    teacher = make_teacher(policy, SelfTeacher("frozen"))
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.5)
     assert take_apart(policy) is not None
-    view = ModelView(policy, rollouts=SEQS, teacher=make_teacher(policy, SelfTeacher("frozen")))
+    view = ModelView(policy, rollouts=SEQS, teacher=teacher)
     own = view.logps(SEQS, grad=True, temperature=1.0)
     ids, mask = SEQS.padded()
     whole = policy(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits.log_softmax(-1)
@@ -189,3 +190,35 @@ def test_a_head_with_an_adapter_is_not_taken_apart():
 
     policy = get_peft_model(_model("phi"), LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM"))
     assert take_apart(policy) is None
+
+
+def test_adapters_that_were_trained_before_are_part_of_the_frozen_teacher():
+    from peft import LoraConfig, get_peft_model
+
+    from composer_core.loss.teachers import SelfTeacher, make_teacher
+
+    policy = get_peft_model(_model("qwen3"), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapters = [parameter for name, parameter in policy.named_parameters() if "lora_B" in name]
+    for parameter in adapters:
+        nn.init.normal_(parameter, std=0.5)
+    expected = ModelView(policy, rollouts=SEQS).logps(SEQS, grad=False, temperature=1.0)
+    teacher = make_teacher(policy, SelfTeacher("frozen"))
+    with torch.no_grad():
+        for parameter in adapters:
+            parameter.zero_()
+    view = ModelView(policy, rollouts=SEQS, teacher=teacher)
+    assert torch.equal(view.logps(SEQS, model="teacher", grad=False, temperature=1.0), expected)
+
+
+def test_a_stored_teacher_brings_its_own_head_to_a_divergence():
+    from composer_core.loss.teachers import SelfTeacher, make_teacher
+
+    policy = _model("qwen3")
+    teacher = make_teacher(policy, SelfTeacher("frozen"))
+    other = copy.deepcopy(policy)
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(0.5)
+    mine = ModelView(policy, rollouts=SEQS, teacher=teacher).divergence(HINTS, Divergence(), teacher="teacher")
+    theirs = ModelView(policy, rollouts=SEQS, teacher=other).divergence(HINTS, Divergence(), teacher="teacher")
+    assert torch.equal(mine, theirs)
+    assert (mine.detach() > 0).any()

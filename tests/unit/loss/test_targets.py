@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 from composer_core.loss.divergence import divergence
 from composer_core.loss.targets import (
     ema_update,
@@ -14,7 +15,6 @@ from composer_core.loss.targets import (
     teacher_entropy,
     trust_region_target,
 )
-from composer_core.protocols import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 
 TEACHER_STUDENT, STUDENT_TEACHER, JSD = DivergenceKind
 BASES = [

@@ -27,27 +27,68 @@ def test_a_live_teacher_is_the_policy_itself():
     assert make_teacher(policy, SelfTeacher("live")).network is policy
 
 
-def test_a_frozen_teacher_keeps_the_weights_it_was_made_with_and_asks_for_no_gradient():
+def _read(teacher):
+    """What the teacher's forward sees of the first weight."""
+    with teacher.reading():
+        return teacher.network[0].weight[0, 0].item()
+
+
+def test_a_frozen_teacher_reads_the_weights_it_was_made_with_and_gives_the_policy_its_own_back():
     policy = _policy().train()
+    weight = policy[0].weight
     teacher = make_teacher(policy, SelfTeacher("frozen"))
     _move(policy, 5.0)
     teacher.step()
-    assert all((p == 1).all() and not p.requires_grad for p in teacher.network.parameters())
+    assert _read(teacher) == 1.0
+    assert policy[0].weight is weight
+    assert weight[0, 0].item() == 5.0
     assert policy.training
-    assert not teacher.network.training
     assert teacher.state_dict() == {}
 
 
-def test_an_average_moves_by_its_rate_and_takes_over_buffers():
+def test_a_forward_of_the_policy_is_differentiated_at_its_own_weights_after_a_teacher_has_read():
+    policy = nn.Linear(1, 1, bias=False)
+    _move(policy, 1.0)
+    teacher = make_teacher(policy, SelfTeacher("frozen"))
+    _move(policy, 3.0)
+    given = torch.full((1, 1), 2.0, requires_grad=True)
+    value = policy(given)
+    with teacher.reading(), torch.no_grad():
+        assert policy(given).item() == 2.0
+    value.backward()
+    assert given.grad.item() == 3.0
+    assert policy.weight.grad.item() == 2.0
+
+
+def test_an_error_while_a_teacher_reads_gives_the_policy_its_weights_back():
+    policy = _policy()
+    teacher = make_teacher(policy, SelfTeacher("frozen"))
+    _move(policy, 5.0)
+    with pytest.raises(KeyError), teacher.reading():
+        raise KeyError
+    assert policy[0].weight[0, 0].item() == 5.0
+
+
+def test_a_teachers_forward_under_autocast_does_not_take_the_policys_cached_weights():
+    policy = nn.Linear(1, 1, bias=False)
+    _move(policy, 1.0)
+    teacher = make_teacher(policy, SelfTeacher("frozen"))
+    _move(policy, 3.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        policy(torch.ones(1, 1))
+        with teacher.reading(), torch.no_grad():
+            assert policy(torch.ones(1, 1)).item() == 1.0
+        assert policy(torch.ones(1, 1)).item() == 3.0
+
+
+def test_an_average_moves_by_its_rate():
     policy = _policy()
     teacher = make_teacher(policy, SelfTeacher("ema", rate=0.25))
     _move(policy, 5.0)
-    policy[1].running_mean.fill_(3.0)
     teacher.step()
-    assert all(torch.equal(p, torch.full_like(p, 2.0)) for p in teacher.network.parameters())  # 0.75 x 1 + 0.25 x 5
-    assert (teacher.network[1].running_mean == 3).all()
+    assert _read(teacher) == 2.0  # 0.75 x 1 + 0.25 x 5
     teacher.step()
-    assert teacher.network[0].weight[0, 0].item() == 2.75  # 0.75 x 2 + 0.25 x 5
+    assert _read(teacher) == 2.75  # 0.75 x 2 + 0.25 x 5
 
 
 def test_an_average_in_bf16_does_not_lose_small_steps():
@@ -57,7 +98,7 @@ def test_an_average_in_bf16_does_not_lose_small_steps():
     for _ in range(40):
         teacher.step()  # each step adds at most 0.0025, and bf16 has nothing between 1 and 1.0078
     expected = 1.25 - 0.25 * 0.99**40
-    assert teacher.network[0].weight[0, 0].item() == pytest.approx(expected, abs=0.004)
+    assert _read(teacher) == pytest.approx(expected, abs=0.004)
 
 
 def test_an_averages_state_comes_back():
@@ -68,9 +109,9 @@ def test_an_averages_state_comes_back():
     saved = copy.deepcopy(teacher.state_dict())
     again = make_teacher(policy, SelfTeacher("ema", rate=0.25))
     again.load_state_dict(saved)
-    assert again.network[0].weight[0, 0].item() == 2.0
+    assert _read(again) == 2.0
     again.step()
-    assert again.network[0].weight[0, 0].item() == 2.75
+    assert _read(again) == 2.75
 
 
 def test_another_teachers_state_is_refused():

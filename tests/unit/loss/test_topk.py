@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from composer_core.divergences import Divergence, DivergenceKind, Support
 from composer_core.loss.divergence import divergence
 from composer_core.loss.topk import truncated_kl
-from composer_core.protocols import Divergence, DivergenceKind, Support
 
 TEACHER_STUDENT, STUDENT_TEACHER, JSD = DivergenceKind
 TOPK = [Support.TOPK_TEACHER, Support.TOPK_STUDENT, Support.TOPK_UNION]

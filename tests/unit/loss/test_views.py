@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from composer_core.batch import Batch, Hints, Rollouts, Seqs
+from composer_core.divergences import Divergence, DivergenceKind, Support
 from composer_core.errors import RunFailed
 from composer_core.loss.divergence import divergence
 from composer_core.loss.views import KnownLogps, LeafView, ModelView
-from composer_core.protocols import Divergence, DivergenceKind, Support
 from composer_core.testing.fakes import Brevity
 
 
