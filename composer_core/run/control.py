@@ -20,12 +20,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from composer_core.run.tripwires import Tripwire
-
-if TYPE_CHECKING:
-    from torch import device
 
 INTERRUPTED_TWICE = 130
 STOP_FILE = "STOP"
@@ -137,9 +134,11 @@ def agree(reason: str | None) -> str | None:
     import torch
     import torch.distributed as dist
 
+    from composer_core.run.collectives import device_of_collectives
+
     if not (dist.is_available() and dist.is_initialized()):
         return reason
-    world, here = dist.get_world_size(), _device_of_collectives()
+    world, here = dist.get_world_size(), device_of_collectives()
     first = torch.tensor(world if reason is None else dist.get_rank(), device=here)
     dist.all_reduce(first, op=dist.ReduceOp.MIN)
     source = int(first)
@@ -151,13 +150,6 @@ def agree(reason: str | None) -> str | None:
     message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(here)
     dist.broadcast(message, src=source)
     return bytes(message.tolist()).rstrip(b"\0").decode("utf-8", "replace")
-
-
-def _device_of_collectives() -> device:
-    import torch
-    import torch.distributed as dist
-
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def _exists(pid: int) -> bool:

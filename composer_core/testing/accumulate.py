@@ -21,6 +21,7 @@ from composer_core.errors import NonFinite
 from composer_core.loss.composite import POLICY, CompositeLoss, Rows
 from composer_core.loss.reduce import global_count
 from composer_core.loss.views import ModelView
+from composer_core.run.collectives import sum_over_ranks, world_size
 from composer_core.run.control import agree
 
 
@@ -112,29 +113,6 @@ def take(rollouts: Rollouts, indices: Sequence[int]) -> Rollouts:
         group=pick(rollouts.group, sequences),
         uid=tuple(rollouts.uid[i] for i in indices) if rollouts.uid else (),
     )
-
-
-def world_size() -> int:
-    """Processes that train together."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def sum_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
-    """Each value summed over the ranks, which must all call this with the same names."""
-    names = sorted(values)
-    numbers = torch.tensor([values[name] for name in names], dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(numbers)
-    return dict(zip(names, numbers.tolist(), strict=True))
-
-
-def gather(values: Tensor) -> Tensor:
-    """The ranks' tensors one behind the other, in the order of ranks; they must have one shape."""
-    if not dist.is_initialized():
-        return values
-    parts = [torch.empty_like(values) for _ in range(world_size())]
-    dist.all_gather(parts, values.contiguous())
-    return torch.cat(parts)
 
 
 def _own_counts(window: Window) -> dict[str, float]:

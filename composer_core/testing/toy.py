@@ -29,10 +29,11 @@ from composer_core.loss.views import ModelView
 from composer_core.plugins.builtin_settings import ToySettings
 from composer_core.protocols import RolloutText, TrainResult
 from composer_core.run.context import Checkpoint, RolloutSample, RunContext
+from composer_core.run.collectives import gather, world_size
 from composer_core.run.control import agree
 from composer_core.run.state import capture_rng, load_state, restore_rng, save_state
 from composer_core.spec.model import RunSpec
-from composer_core.testing.accumulate import Window, accumulate_gradients, gather, world_size
+from composer_core.testing.accumulate import Window, accumulate_gradients
 from composer_core.testing.sampling import Completion, evaluate, sample, score, weigh
 from composer_core.testing.toy_files import LOSS, PLACE, load_optimizer, save_model, save_optimizer
 from composer_core.testing.toy_state import Generation, Prompts, generation_of, state_of

@@ -22,6 +22,7 @@ from composer_core.run.state import load_state, save_state
 from composer_core.spec.model import LoraSpec, RunSpec
 from composer_trl import surface
 from composer_trl.metrics import MetricNames
+from composer_trl.objectives import is_native
 from composer_trl.settings import TrlSettings
 from composer_trl.trainer import ComposerGRPOTrainer, Generation
 
@@ -39,15 +40,15 @@ class TrlBackend:
     def train(self, run: RunContext, loss: CompositeLoss) -> TrainResult:
         """Train to `train.steps`, or to the step after which `run.stop_reason()` gives one.
 
-        The policy loss is TRL's own; the plan admits no channels and only native objectives, so `loss` is not asked.
+        The policy loss is TRL's own where TRL has the objective; the channels are the core's.
         """
-        listener = RunListener(run, loss)
-        trainer = _trainer(run, listener)
+        listener = RunListener(run)
+        trainer = _trainer(run, loss, listener)
         listener.trainer = trainer
         resume = run.resume_from
         if resume is not None:
             trainer.go_to(load_state(resume.folder, PLACE))
-            loss.load_state_dict(load_state(resume.folder, LOSS))
+            trainer.load_composition(load_state(resume.folder, LOSS))
         try:
             trainer.train(resume_from_checkpoint=None if resume is None else str(resume.folder))
         except NonFinite as error:
@@ -61,7 +62,7 @@ class TrlBackend:
         return TrainResult(steps=steps, stopped=listener.stopped)
 
 
-def _trainer(run: RunContext, listener: RunListener) -> ComposerGRPOTrainer:
+def _trainer(run: RunContext, loss: CompositeLoss, listener: RunListener) -> ComposerGRPOTrainer:
     folder, model = run.model_folder(), run.spec.model
     held_out = run.eval_prompts()
     trainer = ComposerGRPOTrainer(
@@ -73,6 +74,8 @@ def _trainer(run: RunContext, listener: RunListener) -> ComposerGRPOTrainer:
         processing_class=load_tokenizer(folder),
         peft_config=lora_config(model.lora),
         callbacks=[listener],
+        loss=loss,
+        native=is_native(run.spec.loss.objective),
         on_generation=listener.on_generation,
         on_evaluation=listener.on_evaluation,
     )
@@ -94,10 +97,9 @@ class RunListener(TrainerCallback):  # type: ignore[misc]
     trainer: ComposerGRPOTrainer
     """Set once it is there: it takes its callbacks when it is made."""
 
-    def __init__(self, run: RunContext, loss: CompositeLoss) -> None:
+    def __init__(self, run: RunContext) -> None:
         self.run = run
         self.stopped = ""
-        self._loss = loss
         self._names = MetricNames()
         self._line: dict[str, float] = {}
         self._place: dict[str, Any] = {}
@@ -139,7 +141,7 @@ class RunListener(TrainerCallback):  # type: ignore[misc]
                 os.replace(item, folder / item.name)
             _drop_pickled_arguments(folder)
             save_state(folder, PLACE, self._place)
-            save_state(folder, LOSS, self._loss.state_dict())
+            save_state(folder, LOSS, self.trainer.composition_state())
         written.rmdir()
 
     def save_last_step(self) -> None:

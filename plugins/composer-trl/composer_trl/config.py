@@ -22,7 +22,7 @@ from typing import Any
 from composer_core.errors import MissingError, Problem, SpecError
 from composer_core.plugins.contributions import Derived
 from composer_core.spec.model import RunSpec
-from composer_trl.objectives import NATIVE, config_fields
+from composer_trl.objectives import config_fields, core_fields, is_native
 
 OWNED: dict[str, str] = {
     "output_dir": "nothing: the run directory",
@@ -151,7 +151,8 @@ def _train_fields(spec: RunSpec) -> Mapping[str, Any]:
 
 def _objective_fields(spec: RunSpec) -> Mapping[str, Any]:
     objective = spec.loss.objective
-    return config_fields(objective.name, objective.settings) if objective.name in NATIVE else {}  # type: ignore[arg-type]
+    fields = config_fields if is_native(objective) else core_fields
+    return fields(objective.name, objective.settings)  # type: ignore[arg-type]
 
 
 def _eval_fields(spec: RunSpec) -> Mapping[str, Any]:

@@ -6,6 +6,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+OWN = "composer:"
+"""In front of what we put into trl's log: the rest of the name is ours already."""
+
 _NAMES = {
     "loss": "loss/total",
     "reward": "reward/mean",
@@ -28,12 +31,16 @@ class MetricNames:
     def translate(self, logs: Mapping[str, float | None]) -> dict[str, float]:
         """One log entry; `tokens_per_s` counts trained tokens (prompts included) since the last one."""
         now = time.perf_counter()
-        metrics = {_NAMES.get(name, f"upstream/{name}"): value for name, value in logs.items() if value is not None}
+        metrics = {_name(name): value for name, value in logs.items() if value is not None}
         tokens = logs.get("num_tokens")
         if tokens is not None:
             metrics["tokens_per_s"] = (tokens - self.tokens) / (now - self._time)
             self.tokens = tokens
         self._time = now
         if "loss/total" in metrics:  # without channels the policy loss is all there is
-            metrics["loss/policy"] = metrics["loss/total"]
+            metrics.setdefault("loss/policy", metrics["loss/total"])
         return metrics
+
+
+def _name(logged: str) -> str:
+    return logged.removeprefix(OWN) if logged.startswith(OWN) else _NAMES.get(logged, f"upstream/{logged}")

@@ -20,6 +20,8 @@ from composer_core.plugins.builtin_settings import (
     SapoSettings,
     VespoSettings,
 )
+from composer_core.plugins.settings import Settings
+from composer_core.spec.model import Plugged
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,12 @@ NATIVE: dict[str, Native] = {
     "vespo": Native("vespo"),
     "luspo": Native("luspo", level="sequence"),
 }
+
+
+def is_native(block: Plugged) -> bool:
+    """Whether GRPOTrainer computes this objective of a spec itself; a third party's of the same name is another one."""
+    return block.name in NATIVE and block.owner.split()[0] in ("composer-core", "composer-trl")
+
 
 SEQUENCE_LEVEL_TYPES = frozenset(native.loss_type for native in NATIVE.values() if native.level == "sequence")
 """With any other type TRL would weight each sequence by its length: neither paper's objective."""
@@ -105,6 +113,32 @@ def config_fields(objective: str, settings: ObjectiveSettings) -> dict[str, Any]
         "beta": settings.kl_coef,
         "mask_truncated_completions": settings.drop_truncated,
         **_CLIP_FIELDS[PRESETS[objective].clip](settings),
+    }
+
+
+def core_fields(objective: str, settings: Settings) -> dict[str, Any]:
+    """GRPOConfig fields under which the trainer feeds an objective of the core's: its loss and advantages are not used.
+
+    Raises:
+        SpecError: a setting that needs what the trainer does not have.
+    """
+    problems = [
+        Problem(
+            key=f"loss.objective.{name}",
+            problem=f"{objective} needs the sampler's log-probs for it, and trl's own generation gives none",
+            fix="leave it out",
+        )
+        for name in ("rollout_correction", "off_policy_threshold")
+        if getattr(settings, name, None) is not None
+    ]
+    if problems:
+        raise SpecError(problems)
+    return {
+        "loss_type": "grpo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "none",
+        "beta": float(getattr(settings, "kl_coef", 0.0)),  # for the reference's log-probs
+        "mask_truncated_completions": bool(getattr(settings, "drop_truncated", False)),
     }
 
 

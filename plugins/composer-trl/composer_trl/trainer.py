@@ -15,12 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from composer_core.errors import MissingError, NonFinite
+from composer_core.batch import Batch
+from composer_core.errors import MissingError, NonFinite, RunFailed
+from composer_core.loss.composite import CompositeLoss
+from composer_core.run.control import agree
 from composer_core.run.metrics import eval_metrics
 from composer_core.run.state import capture_rng, restore_rng
 from composer_trl import surface
+from composer_trl.advantages import objective_advantages
+from composer_trl.composition import ROWS, Composition
+from composer_trl.metrics import OWN
+from composer_trl.micro_batch import GROUP, REWARD, UID, Forward, ids_and_mask, listen, texts_of
 from composer_trl.po_config import refuse_traps
 
 
@@ -39,23 +47,26 @@ class Generation:
 
 
 class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
-    """`trl.GRPOTrainer`, usable wherever that is.
+    """`trl.GRPOTrainer`, usable wherever that is, with one loss of several parts.
 
     Args:
         model, reward_funcs, args, rest, kwargs: as `trl.GRPOTrainer` takes them.
+        loss: channels beside the policy loss, and the objective where the trainer's own is not to be used.
+        native: the policy loss is the trainer's own, by `args.loss_type`; False: it is `loss.objective`.
         on_generation: called on every process after each generation while training.
         on_evaluation: called with the trainer's control and the metrics `eval/...` after each evaluation.
 
     Raises:
         ValueError: a GRPOConfig that computes something else than it says, a KL without a model to reload as the
-            reference, or an adapter on `lm_head`.
+            reference, an adapter on `lm_head`, or `steps_per_generation` that is no multiple of the accumulation.
         MissingError: the installed trl is not the one this class was written against.
 
     Example::
 
         trainer = ComposerGRPOTrainer(
             model="Qwen/Qwen3-0.6B", reward_funcs=[reward], train_dataset=dataset,
-            args=make_po_config("dr-grpo", output_dir="out"))
+            args=make_po_config("dr-grpo", output_dir="out"),
+            loss=CompositeLoss([ActiveChannel("sdpo", 0.1, sdpo())], objective=None))
         trainer.train()
     """
 
@@ -65,6 +76,8 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         *rest: Any,
+        loss: CompositeLoss | None = None,
+        native: bool = True,
         on_generation: Callable[[Generation], None] | None = None,
         on_evaluation: Callable[[Any, dict[str, float]], None] | None = None,
         **kwargs: Any,
@@ -79,6 +92,8 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._on_generation = on_generation
         self._on_evaluation = on_evaluation
         self._evaluated: list[Tensor] = []
+        self._fault: str | None = None
+        self._composition: Composition | None = None
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         missing = surface.LOG_KEYS - set(self._logs)
         if missing:
@@ -86,10 +101,36 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         absent = sorted(name for name in surface.ATTRIBUTES if not hasattr(self, name))
         if absent:
             raise MissingError(f"GRPOTrainer has no {', '.join(absent)}: another trl than expected")
+        if loss is not None and (loss.active or not native):
+            self._compose(loss, native=native)
+
+    def _compose(self, loss: CompositeLoss, *, native: bool) -> None:
+        generated, accumulated = self.args.steps_per_generation, self.args.gradient_accumulation_steps
+        if generated % accumulated:
+            raise ValueError(
+                f"steps_per_generation={generated} must be a multiple of gradient_accumulation_steps={accumulated}: "
+                "the rows of an optimiser step are counted before its first forward"
+            )
+        self._composition = Composition(
+            loss,
+            self.accelerator.unwrap_model(self.model),
+            native=native,
+            pad_id=self._tokenizer.pad_token_id,
+            autocast=self.accelerator.autocast,
+        )
+        self._forward: Forward | None = None
+        self._step_metrics: dict[str, float] = {}
+        self.add_callback(_AfterOptimizer(self._after_optimizer))
+
+    # -- where rollouts end ------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        if self._on_generation is not None and self.model.training:
+        if not self.model.training:
+            return batch
+        if self._composition is not None:
+            self._prepare_rows(self._composition, inputs, batch)
+        if self._on_generation is not None:
             self._on_generation(
                 Generation(
                     step=self.state.global_step + 1,
@@ -101,17 +142,117 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             )
         return batch
 
-    # -- stopping before a step that is not finite -------------------------------------------------------------------
+    def _calculate_rewards(self, inputs: Any, *args: Any) -> Tensor:
+        rewards: Tensor = super()._calculate_rewards(inputs, *args)
+        if not self.model.training:
+            self._evaluated.append(rewards.detach().cpu())
+        else:
+            self._scored = (*args[:2], rewards)
+        return rewards
+
+    def _prepare_rows(self, composition: Composition, inputs: list[dict[str, Any]], batch: dict[str, Any]) -> None:
+        """Add what our loss wants to TRL's batch, one entry per row."""
+        if "pixel_values" in batch:
+            raise RunFailed("channels and objectives of the core read text only, and these prompts hold images")
+        prompts, _, per_reward = self._scored
+        everyone = (per_reward * self.reward_weights.to(per_reward.device)).nansum(dim=1)
+        everyone[per_reward.isnan().all(dim=1)] = math.nan
+        if not composition.native:
+            self._compare(composition, batch, rewards=everyone)
+        first = self.accelerator.process_index * len(inputs)
+        own = everyone[first : first + len(inputs)]
+        places = [divmod(number, self.num_generations) for number in range(first, first + len(inputs))]
+        batch[REWARD] = own
+        batch[GROUP] = torch.tensor([group for group, _ in places], device=own.device)
+        batch[UID] = [f"{self.state.global_step + 1}-{group}-{member}" for group, member in places]
+        columns = ({**row, "prompt": prompt} for row, prompt in zip(inputs, prompts, strict=True))
+        batch[ROWS] = composition.rows(texts_of(batch, columns, tokenizer=self._tokenizer))
+
+    def _compare(self, composition: Composition, batch: dict[str, Any], *, rewards: Tensor) -> None:
+        """The objective's own advantages, in TRL's batch and in its log of completions."""
+        batch["advantages"], everyone = objective_advantages(
+            composition.loss.objective,
+            batch,
+            rewards=rewards,
+            group_size=self.num_generations,
+            policy_logps=lambda: self._logps_without_dropout(batch),
+        )
+        logged = self._logs["advantages"]
+        for _ in range(len(everyone)):
+            logged.pop()
+        logged.extend(everyone.tolist())
+
+    def _logps_without_dropout(self, batch: Mapping[str, Any]) -> Tensor:
+        self.model.eval()
+        with torch.no_grad():
+            logps = self._get_per_token_logps_and_entropies(
+                self.model,
+                *ids_and_mask(batch),
+                batch["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size,
+            )[0]
+        self.model.train()
+        return logps
+
+    # -- one micro-batch ---------------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        inputs = super()._prepare_inputs(generation_batch)
+        window = self.args.gradient_accumulation_steps
+        if self._composition is not None and self.model.training and self._step % window == 0:
+            first = self._step % self.args.steps_per_generation
+            base = Batch(
+                step=self.state.global_step + 1, total_steps=self.state.max_steps, temperature=self.temperature
+            )
+            parts = self._buffered_inputs[first : first + window]
+            self._composition.open(parts, base=base, longest=self.max_completion_length)
+        return inputs
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        composition = self._composition
+        if composition is None or not self.model.training:
+            stock: Tensor = super()._compute_loss(model, inputs)
+            return stock
+        with listen(self.accelerator.unwrap_model(model)) as self._forward:
+            if composition.native:
+                policy = super()._compute_loss(model, inputs)
+            else:
+                policy = None
+                ids, mask = ids_and_mask(inputs)
+                self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].size(1))
+        index = self._step % self.args.gradient_accumulation_steps
+        try:
+            return composition.micro_loss(inputs, self._forward, index=index, stock=policy)
+        except NonFinite as error:
+            self._fault = self._fault or error.problem
+            return composition.not_a_number(self._forward)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._composition is not None and self._forward is not None and torch.is_grad_enabled():
+            self._forward.logps = scored[0]
+        return scored
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """See `transformers.Trainer`.
 
         Raises:
-            NonFinite: the loss of this micro-batch; nothing of its step was applied.
+            NonFinite: the loss of this step, on every process; nothing of the step was applied.
         """
         loss: Tensor = super().training_step(*args, **kwargs)
         if not torch.isfinite(loss).all():  # transformers would put an average in its place in the log, and go on
-            raise NonFinite(f"the loss is {loss.item()} at step {self.state.global_step + 1}")
+            self._fault = self._fault or f"the loss is {loss.item()} at step {self.state.global_step + 1}"
+        composition, last = self._composition, self._step % self.args.gradient_accumulation_steps == 0
+        if last or self.accelerator.num_processes == 1:  # several must not leave each other in the middle of a step
+            fault, self._fault = agree(self._fault), None
+            if fault is not None:
+                raise NonFinite(fault)
+        if composition is not None:
+            composition.add_up()
+            if last:
+                self._step_metrics = composition.close()
+                for name, value in self._step_metrics.items():
+                    self._metrics["train"][f"{OWN}{name}"].append(value)
         return loss
 
     def _clip_grad_norm(self, model: Any) -> Any:
@@ -119,6 +260,10 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if not math.isfinite(float(norm)):
             raise NonFinite(f"the gradient norm is {float(norm)} at step {self.state.global_step + 1}")
         return norm
+
+    def _after_optimizer(self) -> None:
+        if self._composition is not None:
+            self._composition.stepped(self.state.global_step + 1, self._step_metrics)
 
     # -- the place between two steps ---------------------------------------------------------------------------------
 
@@ -136,6 +281,19 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Stand where `place` was taken: call it before `train(resume_from_checkpoint=...)` of the same step."""
         self._step = place["micro_step"]
         self._buffered_inputs = place["buffer"]
+
+    def composition_state(self) -> dict[str, Any]:
+        """State of channels, objective and teacher between two steps."""
+        return {} if self._composition is None else self._composition.state_dict()
+
+    def load_composition(self, state: Mapping[str, Any]) -> None:
+        """Restore what `composition_state` gave; before `train`, as `go_to`.
+
+        Raises:
+            RunFailed: it belongs to other channels or another teacher.
+        """
+        if self._composition is not None:
+            self._composition.load_state_dict(state)
 
     def save_at(self, place: Mapping[str, Any]) -> None:
         """Save the state of the last applied step, whose `place` this is, after a later one was broken off."""
@@ -155,12 +313,6 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
-    def _calculate_rewards(self, inputs: Any, *args: Any) -> Tensor:
-        rewards: Tensor = super()._calculate_rewards(inputs, *args)
-        if not self.model.training:
-            self._evaluated.append(rewards.detach().cpu())
-        return rewards
-
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """See `transformers.Trainer`; training goes on as if nothing had been evaluated."""
         self._evaluated = []
@@ -178,6 +330,17 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         weighted[rewards.isnan().all(dim=1)] = math.nan
         scores = {name: rewards[:, i].tolist() for i, name in enumerate(self.reward_func_names)}
         return eval_metrics(scores, weighted.tolist())
+
+
+class _AfterOptimizer(TrainerCallback):  # type: ignore[misc]
+    """Calls back between the optimiser's step and everything that looks at its result."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """See `transformers.TrainerCallback`."""
+        self._then()
 
 
 def _refuse_unloadable_reference(model: Any, args: GRPOConfig, *, peft_config: Any) -> None:

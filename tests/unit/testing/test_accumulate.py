@@ -1,7 +1,8 @@
 import torch
 
 from composer_core.batch import Rollouts, Seqs
-from composer_core.testing.accumulate import sum_over_ranks, take
+from composer_core.run.collectives import sum_over_ranks
+from composer_core.testing.accumulate import take
 
 
 def _rollouts():

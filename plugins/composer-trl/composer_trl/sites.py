@@ -1,0 +1,155 @@
+"""Where a multi-turn rollout went wrong, told from the conversation that TRL made of it.
+
+TRL hands a rollout with tools over as chat messages: the policy's turns, with the calls it could parse, and what came
+back for each. Here they become a trace, so that the core's `traces/error_sites.py` finds in them what it finds in a
+recorded session, of the same kind and with the same context. TRL writes an exception of a tool as the text of
+`{"error": message}`, gives no call an id, and keeps a turn whose call it could not parse as plain text: those three
+are undone here, nothing is judged. To undo one more habit of TRL's, change `_steps`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from composer_core.traces.error_sites import RAISED, SITES_COLUMN, find_sites
+from composer_core.traces.messages import from_messages, observation, with_observations
+from composer_core.traces.model import Step, ToolCall, Trace
+
+TOOLS_COLUMN = "tools"
+"""Column with the definitions that the prompt was rendered with; a hint in the system message needs them."""
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_BARE_CALL = re.compile(r'\s*\{\s*"name"\s*:')
+"""How a turn begins that is nothing but a call, where a template puts no marks around it (Llama 3)."""
+_CALLED = re.compile(r'"name"\s*:\s*"([\w.-]+)"')
+_UNPARSED = "call0"
+
+
+def rollout_columns(
+    row: Mapping[str, Any],
+    completion: str | Sequence[Mapping[str, Any]],
+    tools: Sequence[str | Mapping[str, Any]],
+) -> dict[str, Any]:
+    """What a channel's `prepare` sees of a rollout beside its tokens: the data row, and what the rollout adds.
+
+    `error_sites` is added where the conversation shows any, and `tools` where their definitions are given; a row that
+    brings one of them keeps its own.
+
+    Args:
+        row: of the data, or of the environment.
+        completion: as TRL's `_generate` returns it: a text, or the messages of one rollout.
+        tools: names of what the policy could call, or definitions in OpenAI form.
+    """
+    columns = dict(row)
+    definitions = [tool for tool in tools if isinstance(tool, Mapping)]
+    if definitions and columns.get(TOOLS_COLUMN) is None:
+        columns[TOOLS_COLUMN] = definitions
+    if columns.get(SITES_COLUMN) is None and (sites := conversation_sites(completion, tools)):
+        columns[SITES_COLUMN] = sites
+    return columns
+
+
+def conversation_sites(
+    completion: str | Sequence[Mapping[str, Any]], tools: Sequence[str | Mapping[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """The error sites of one rollout, as `error_sites.rollout_sites` reads them; none of a text."""
+    if isinstance(completion, str):
+        return []
+    trace = Trace(id="rollout", steps=_steps(completion), format="trl", tools=tuple(map(_definition, tools)))
+    return [
+        {"turn": site.turn, "kind": site.kind, "evidence": site.evidence, "context": dict(site.context)}
+        for site in find_sites(trace)
+    ]
+
+
+def _definition(tool: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"type": "function", "function": {"name": tool}} if isinstance(tool, str) else tool
+
+
+def _steps(completion: Sequence[Mapping[str, Any]]) -> list[Step]:
+    """One step per turn of the policy, with what came back for its calls."""
+    steps = from_messages(_with_ids(completion))
+    return [_with_unparsed_call(step) if step.source == "agent" and not step.tool_calls else step for step in steps]
+
+
+def _with_ids(completion: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The messages with calls and results joined by ids; those of async tools come last, whatever was called first."""
+    waiting: list[tuple[str, str]] = []
+    for message in completion:
+        if message.get("role") == "tool":
+            called = str(message.get("name"))
+            found = next((pair for pair in waiting if pair[1] == called), None)
+            if found is not None:
+                waiting.remove(found)
+            yield _result(message, found[0] if found else "")
+            continue
+        calls = [{**call, "id": f"call{index}"} for index, call in enumerate(message.get("tool_calls") or ())]
+        waiting = [(call["id"], _name(call)) for call in calls]
+        yield {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def _name(call: Mapping[str, Any]) -> str:
+    """What TRL answers a call under."""
+    return str((call.get("function") or call).get("name", "unknown"))
+
+
+def _result(message: Mapping[str, Any], call_id: str) -> dict[str, Any]:
+    """A tool's message; one that reports an exception as the message of that exception."""
+    raised = _exception(message.get("content"))
+    result = {"role": "tool", "tool_call_id": call_id, "content": message.get("content")}
+    return result if raised is None else {**result, "content": raised, "is_error": True, RAISED: True}
+
+
+def _exception(content: Any) -> str | None:
+    """What an exception said, from `str({"error": what it said})`; None for any other result."""
+    if not isinstance(content, str) or not content.startswith("{'error': "):
+        return None
+    try:
+        value = ast.literal_eval(content)  # reads literals only
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # a tool's own text that begins alike
+        return None
+    said = value.get("error") if isinstance(value, dict) and len(value) == 1 else None
+    return said if isinstance(said, str) else None
+
+
+# -- calls that TRL could not parse ------------------------------------------------------------------------------------
+
+
+def _with_unparsed_call(step: Step) -> Step:
+    """The step with the call that its text still holds, and what is wrong with that; else the step itself."""
+    text = step.message if isinstance(step.message, str) else ""
+    answer = text.rpartition("</think>")[2]
+    _, marked, body = answer.partition(_OPEN)
+    if not marked and not _BARE_CALL.match(answer):
+        return step
+    body, closed, _ = (body if marked else answer).partition(_CLOSE)
+    said = _fault(body.strip(), closed=bool(closed) or not marked)
+    name = _CALLED.search(body)
+    call = ToolCall(id=_UNPARSED, name=name[1] if name else "", arguments=body.strip(), in_message=True)
+    seen = observation(_message_of_fault(said))
+    return with_observations(
+        Step(source="agent", message=step.message, reasoning=step.reasoning, tool_calls=(call,)), [seen]
+    )
+
+
+def _message_of_fault(said: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": _UNPARSED, "content": said, "is_error": True, RAISED: True}
+
+
+def _fault(body: str, *, closed: bool) -> str:
+    """Why a call cannot be parsed, in words that the core's classifier takes for what they are."""
+    if not closed:
+        return f"malformed JSON in a tool call: it does not end with {_CLOSE}"
+    if not body.startswith("{"):
+        return "this tool call cannot be parsed"
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return f"malformed JSON in a tool call: {error}"
+    if not isinstance(call.get("name"), str):
+        return 'malformed JSON in a tool call: it has no "name"'
+    return 'malformed JSON in a tool call: its arguments must be an object, as in {"name": ..., "arguments": {...}}'
