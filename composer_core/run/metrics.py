@@ -1,6 +1,7 @@
 """metrics.jsonl and rollouts.jsonl: one line per logged step, one per sampled completion.
 
-Names, the same on every backend: `reward/mean`, `reward/std`, `loss/total`, `loss/policy`; for each channel
+Names, the same on every backend: `reward/mean`, `reward/std`, `reward/flat_groups` (share of groups whose rewards are
+all equal), `loss/total`, `loss/policy`; for each channel
 `loss/<name>`, `weight/<name>`, `active/<name>` (share of rows), `grad_norm/<name>`, `tokens/<name>`; `tokens_per_s`,
 `step_time` (seconds); upstream's own under `upstream/`; `eval/reward/mean`, `eval/reward/std`, `eval/rewards/<name>` in
 the lines of steps after which held-out prompts were tried. Every line has `step` and `time` (seconds since 1970).
@@ -23,6 +24,7 @@ REWARD = "reward/mean"
 REWARD_STD = "reward/std"
 LOSS = "loss/total"
 POLICY_LOSS = "loss/policy"
+FLAT_GROUPS = "reward/flat_groups"
 TOKENS_PER_S = "tokens_per_s"
 STEP_TIME = "step_time"
 

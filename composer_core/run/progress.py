@@ -22,6 +22,10 @@ class Display(Protocol):
         """A step was logged; steps count from 1."""
         ...
 
+    def note(self, text: str) -> None:
+        """Something to know about the run, in a sentence."""
+        ...
+
     def close(self) -> None:
         """The run is over: show what was held back, give the terminal back."""
         ...
@@ -38,6 +42,9 @@ class Silent:
     """Shows nothing (`--quiet`, and every process but the main one)."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -68,6 +75,10 @@ class Bar:
         """Move the bar."""
         self._progress.update(self._task, completed=step, figures="  ".join(figures(metrics)))
 
+    def note(self, text: str) -> None:
+        """Above the bar."""
+        self._progress.console.print(f"note: {text}", markup=False, highlight=False)
+
     def close(self) -> None:
         """Leave the last state on the screen and show the cursor again."""
         self._progress.stop()
@@ -92,6 +103,10 @@ class Lines:
             self._first = self._first or (step, now)
             self._printed = now
             self.close()
+
+    def note(self, text: str) -> None:
+        """A line of its own."""
+        print(f"note: {text}", file=self._stream, flush=True)
 
     def close(self) -> None:
         """Print the line held back."""

@@ -1,6 +1,7 @@
 """What a backend holds while it trains: `RunContext` over a run directory.
 
-Every process of a worker makes one; only the main one (RANK 0) writes, and the others' calls do nothing.
+Every process of a worker makes one. Only the main one (RANK 0) writes; the others' calls do nothing, except that each
+has a part of its own in a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,18 +13,24 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from composer_core.errors import RunFailed, UsageError
 from composer_core.protocols import Objective
-from composer_core.run.context import Checkpoint, NamedReward, RolloutSample
-from composer_core.run.control import Control
+from composer_core.run.context import Checkpoint, NamedReward, RolloutSample, rank_folder
+from composer_core.run.control import Control, agree
 from composer_core.run.directory import RunDirectory
+from composer_core.run.explain import Explainer
 from composer_core.run.metrics import MetricsLog, RolloutLog
 from composer_core.run.progress import Display, Silent
+from composer_core.run.ranks import rank, rank_count
 from composer_core.run.resume import prompts_of
 from composer_core.run.sinks import Sink
 from composer_core.spec.model import PromptsSpec, RunSpec
+from composer_core.spec.rollouts import NONE
+
+if TYPE_CHECKING:
+    from composer_core.run.recorded import RecordedRow
 
 
 class RunSession:
@@ -36,9 +43,10 @@ class RunSession:
         *,
         upstream: Mapping[str, Any],
         rewards: Sequence[NamedReward],
-        objective: Objective,
+        objective: Objective | None,
         control: Control,
         display: Display,
+        channels: Sequence[str] = (),
         sinks: Sequence[Sink] = (),
         resume_from: Checkpoint | None = None,
     ) -> None:
@@ -52,6 +60,7 @@ class RunSession:
         self._control = control
         self._display = display
         self._sinks = list(sinks)
+        self._explainer = Explainer(channels)
         self._prompts = ""
         self._logged = False
         self._scratch = directory.scratch / f"rank{rank()}"
@@ -77,20 +86,46 @@ class RunSession:
         Raises:
             UsageError: they are not those that the checkpoint was made with.
         """
+        if self.spec.data.prompts is None:
+            return []
         rows = self._rows(self.spec.data.prompts)
-        self._prompts = hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
-        before = prompts_of(self.resume_from) if self.resume_from is not None else ""
-        if before and before != self._prompts:
-            raise UsageError(
-                "these are not the prompts that the run began with: its place among them means nothing now",
-                at="data.prompts",
-                fix="put them back as they were, or start a new run",
-            )
+        fingerprint = hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
+        self._begin_with(fingerprint, "prompts", at="data.prompts")
         return rows
 
     def eval_prompts(self) -> list[dict[str, Any]]:
         """Held-out rows; empty where the spec has no `data.eval`."""
         return [] if self.spec.data.eval is None else self._rows(self.spec.data.eval)
+
+    @property
+    def recorded_file(self) -> Path:
+        """`recorded.jsonl` of the run."""
+        return self._directory.recorded
+
+    def recorded(self) -> Sequence[RecordedRow]:
+        """Rows of recorded traces; empty where the spec has none.
+
+        Raises:
+            UsageError: they are not those that the checkpoint was made with.
+        """
+        if self.spec.rollouts != NONE or self.spec.data.traces is None:
+            return []
+        from composer_core.run.recorded import RecordedRows
+
+        rows = RecordedRows(self.recorded_file)
+        self._begin_with(rows.fingerprint, "rows of recorded traces", at=str(self.recorded_file))
+        return rows
+
+    def _begin_with(self, fingerprint: str, what: str, *, at: str) -> None:
+        """Note what the run began with, for its checkpoints, and refuse anything else in a resumed one."""
+        self._prompts = fingerprint
+        before = prompts_of(self.resume_from) if self.resume_from is not None else ""
+        if before and before != fingerprint:
+            raise UsageError(
+                f"these are not the {what} that the run began with: its place among them means nothing now",
+                at=at,
+                fix="put them back as they were, or start a new run",
+            )
 
     def _rows(self, source: PromptsSpec) -> list[dict[str, Any]]:
         from composer_core.data.prompts import load_prompts
@@ -112,6 +147,15 @@ class RunSession:
                 self._sinks.remove(sink)
                 self._warn(f"sink {sink.name} is switched off at step {step}: {type(error).__name__}: {error}")
         self._show(step, metrics)
+        for sentence in self._explainer.step(step, metrics):
+            self.note(sentence)
+
+    def note(self, text: str) -> None:
+        """Say something about the run that is no warning: on the terminal and in events.jsonl."""
+        self.event("note", text=text)
+        with suppress(OSError):  # as in `_show`
+            if self.is_main:
+                self._display.note(text)
 
     def _check_first(self, step: int) -> None:
         """A backend that takes no notice of the checkpoint would begin at 1 again, or with another step."""
@@ -149,14 +193,34 @@ class RunSession:
 
     @contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
-        """A folder to fill; it becomes `checkpoints/step_N`. Other processes than the main one get a throwaway."""
+        """A folder to fill; it becomes `checkpoints/step_N`, that of another rank than 0 `rank<r>/` in it.
+
+        A collective: no rank leaves this before the checkpoint is complete, and it holds what all of them wrote.
+
+        Raises:
+            RunFailed: this is rank 0, and does not see what another rank wrote.
+        """
         if not self.is_main:
             yield self._throwaway(f"step_{step}")
+            agree(None)  # rank 0 may take it,
+            agree(None)  # and has: it would be gone with this process
             return
         facts = {"prompts": self._prompts}
         with self._directory.checkpoint(step, keep=self.spec.checkpoint.keep, **facts) as folder:
             yield folder
+            agree(None)
+            self._take_parts(folder, step)
+        agree(None)
         self.event("checkpoint", step=step)
+
+    def _take_parts(self, folder: Path, step: int) -> None:
+        for number in range(1, rank_count()):
+            part = self._directory.scratch / f"rank{number}" / f"step_{step}"
+            if not part.is_dir():
+                raise RunFailed(
+                    f"rank {number} left no folder for checkpoint {step}", fix="a run directory that all ranks share"
+                )
+            os.replace(part, rank_folder(folder, number))
 
     @contextmanager
     def trained_model(self) -> Iterator[Path]:
@@ -188,8 +252,3 @@ class RunSession:
         folder = self.scratch / name
         folder.mkdir(exist_ok=True)
         return folder
-
-
-def rank() -> int:
-    """The number of this process among those of the worker; 0 writes."""
-    return int(os.environ.get("RANK", "0"))

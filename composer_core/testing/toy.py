@@ -21,18 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer_core.batch import Batch, Rollouts, Seqs
-from composer_core.errors import NonFinite, UsageError
+from composer_core.errors import NonFinite
 from composer_core.hf.models import load_policy, load_tokenizer
 from composer_core.loss.composite import CompositeLoss
 from composer_core.loss.reduce import segment_sum, select
 from composer_core.loss.views import ModelView
 from composer_core.plugins.builtin_settings import ToySettings
 from composer_core.protocols import RolloutText, TrainResult
-from composer_core.run.context import Checkpoint, RolloutSample, RunContext
 from composer_core.run.collectives import gather, world_size
+from composer_core.run.context import Checkpoint, RolloutSample, RunContext
 from composer_core.run.control import agree
 from composer_core.run.state import capture_rng, load_state, restore_rng, save_state
-from composer_core.spec.model import RunSpec
 from composer_core.testing.accumulate import Window, accumulate_gradients
 from composer_core.testing.sampling import Completion, evaluate, sample, score, weigh
 from composer_core.testing.toy_files import LOSS, PLACE, load_optimizer, save_model, save_optimizer
@@ -56,20 +55,8 @@ class ToyBackend:
         """Train to the last step, or to the first step boundary at which any rank has a reason to stop.
 
         A loss or gradient that is not finite is such a reason too: its step is not applied.
-
-        Raises:
-            UsageError: the processes cannot share the prompts of a step equally, or several are to resume.
         """
-        _check_processes(run.spec, resuming=run.resume_from is not None)
         return _Training(run, loss).run_steps()
-
-
-def _check_processes(spec: RunSpec, *, resuming: bool) -> None:
-    prompts, world = spec.train.prompts_per_step, world_size()
-    if prompts % world:
-        raise UsageError(f"{prompts} prompts cannot be shared by {world} processes", at="train.prompts_per_step")
-    if resuming and world > 1:  # a checkpoint holds the generators and rollouts of one
-        raise UsageError(f"the toy trainer resumes on one process, these are {world}")
 
 
 @dataclass(frozen=True)
@@ -158,7 +145,7 @@ class _Training:
             RolloutSample(row["prompt"], c.text, {name: s[i] for name, s in drawn.scores.items()}, float(advantages[i]))
             for i, (row, c) in enumerate(zip(drawn.rows, drawn.completions, strict=True))
         ]
-        return Generation(window, samples, {"reward/mean": float(everyone.nanmean()), "reward/std": _std(everyone)})
+        return Generation(window, samples, _summary(everyone, gather(drawn.group)))
 
     def draw(self, step: int) -> _Drawn:
         """A share of the step's prompts, `group_size` completions each."""
@@ -193,6 +180,7 @@ class _Training:
         view = ModelView(self.policy, rollouts=seqs, reference=self.reference)
         old = view.logps(seqs, grad=False, temperature=self.train.temperature)
         ref = view.logps(seqs, model="reference", grad=False, temperature=self.train.temperature)
+        assert self.run.objective is not None  # `rollouts: none` is refused by the plan
         advantages = self.run.objective.advantages(
             rewards,
             gather(drawn.group),
@@ -215,7 +203,8 @@ class _Training:
 
     def dropped(self, completion: Completion) -> bool:
         """Truncated, where the objective's settings leave those out (a third party's may not have the setting)."""
-        return completion.truncated and getattr(self.run.spec.loss.objective.settings, "drop_truncated", False)
+        objective = self.run.spec.loss.objective
+        return completion.truncated and objective is not None and getattr(objective.settings, "drop_truncated", False)
 
     def optimise(self, window: Window, step: int) -> dict[str, float]:
         """One optimiser step; the step's losses over all ranks."""
@@ -269,7 +258,7 @@ class _Training:
         self.policy.load_state_dict(saved.state_dict())
         load_optimizer(folder, self.policy, self.optimizer)
         self.loss.load_state_dict(load_state(folder, LOSS))
-        place = load_state(folder, PLACE)
+        place = load_state(checkpoint.own, PLACE)
         self.step = place["step"]
         self.prompts.load_state_dict(place["prompts"])
         self.generator.set_state(place["generator"])
@@ -287,7 +276,7 @@ class _Training:
                 save_model(folder, self.policy, self.tokenizer)
                 save_optimizer(folder, self.policy, self.optimizer)
                 save_state(folder, LOSS, self.loss.state_dict())
-                save_state(folder, PLACE, {**place, "generation": generation and state_of(generation)})
+            save_state(folder, PLACE, {**place, "generation": generation and state_of(generation)})
 
 
 def _texts(drawn: _Drawn, tokenizer: PreTrainedTokenizerBase) -> Iterator[RolloutText]:
@@ -307,6 +296,16 @@ def _texts(drawn: _Drawn, tokenizer: PreTrainedTokenizerBase) -> Iterator[Rollou
 
 def _splits(sequences: int, size: int) -> list[range]:
     return [range(start, min(start + size, sequences)) for start in range(0, sequences, size)]
+
+
+def _summary(rewards: Tensor, group: Tensor) -> dict[str, float]:
+    """Of all rewards of a generation, (S,), NaN where a rollout was not rewarded."""
+    flat = [_std(rewards[group == one]) == 0 for one in group.unique()]  # type: ignore[no-untyped-call]
+    return {
+        "reward/mean": float(rewards.nanmean()),
+        "reward/std": _std(rewards),
+        "reward/flat_groups": sum(flat) / len(flat),
+    }
 
 
 def _std(rewards: Tensor) -> float:

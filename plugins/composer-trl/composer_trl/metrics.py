@@ -13,10 +13,14 @@ _NAMES = {
     "loss": "loss/total",
     "reward": "reward/mean",
     "reward_std": "reward/std",
+    "frac_reward_zero_std": "reward/flat_groups",
     "step_time": "step_time",
     "grad_norm": "grad_norm",
     "learning_rate": "learning_rate",
     "kl": "policy/kl",
+    "clip_ratio/low_mean": "policy/clip_low",
+    "clip_ratio/high_mean": "policy/clip_high",
+    "cispo_clip_ratio": "policy/clip_high",
 }
 
 
@@ -37,8 +41,8 @@ class MetricNames:
             metrics["tokens_per_s"] = (tokens - self.tokens) / (now - self._time)
             self.tokens = tokens
         self._time = now
-        if "loss/total" in metrics:  # without channels the policy loss is all there is
-            metrics.setdefault("loss/policy", metrics["loss/total"])
+        if "loss/total" in metrics and not any(name.startswith(OWN) for name in logs):
+            metrics["loss/policy"] = metrics["loss/total"]  # without channels the policy loss is all there is
         return metrics
 
 

@@ -1,10 +1,11 @@
 """TRL's private surface that we stand on, checked at start. The only file that names it; see trainer.py for the use.
 
 trl 1.16 declares none of this stable: `_generate_and_score_completions` is where completions, rewards and advantages
-come together, and `_logs` is the only place where they are all kept. `_step`, `_buffered_inputs` and the sampler are
-what trl does not restore when it resumes: it would begin a new generation in the middle of one, and the second time
-through the data in the order of the first. `training_step` and `_clip_grad_norm` are the last places before a step is
-applied.
+come together, `_prepare_inputs` has the micro-batches of a step after their shuffle, `_compute_loss` is the stock loss
+with the policy's forward in it (`_get_per_token_logps_and_entropies`), and `_logs` is the only place where what was
+generated is kept. `_step`, `_buffered_inputs` and the sampler are what trl does not restore when it resumes: it would
+begin a new generation in the middle of one, and the second time through the data in the order of the first.
+`training_step` and `_clip_grad_norm` are the last places before a step is applied.
 """
 
 from __future__ import annotations
@@ -23,6 +24,13 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "rollout_func", "environment_factory",
     ),
     "_generate_and_score_completions": ("self", "inputs"),
+    "_prepare_inputs": ("self", "generation_batch"),
+    "_compute_loss": ("self", "model", "inputs"),
+    "_get_per_token_logps_and_entropies": (
+        "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy",
+        "compute_aux_loss", "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes",
+        "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+    ),
     "save_model": ("self", "output_dir", "_internal_call"),
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_get_train_sampler": ("self", "dataset"),
@@ -34,7 +42,12 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
 
 LOG_KEYS = frozenset({"prompt", "completion", "rewards", "advantages"})
 """Of `GRPOTrainer._logs`; an instance attribute, so `trainer.py` checks it after construction."""
-ATTRIBUTES = frozenset({"_step", "_buffered_inputs", "reward_weights", "reward_func_names"})
+BATCH_KEYS = frozenset({"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"})
+"""Of what `_generate_and_score_completions` gives; checked at the first generation."""
+ATTRIBUTES = frozenset({
+    "_step", "_buffered_inputs", "_metrics", "_tokenizer", "reward_weights", "reward_func_names", "num_generations",
+    "num_iterations", "max_completion_length", "temperature", "tools",
+})  # fmt: skip
 """Instance attributes, checked likewise."""
 
 

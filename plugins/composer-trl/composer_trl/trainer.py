@@ -1,9 +1,8 @@
-"""GRPOTrainer with an ear: it refuses combinations that mislead, and hands each generation to a listener.
+"""GRPOTrainer with one loss of several parts: channels beside TRL's policy loss, or an objective of the core.
 
-Channel 1 is the stock loss, untouched: with the same GRPOConfig the losses and the weights are bit-equal to
-`trl.GRPOTrainer`. Beyond that it can say and restore its place between two steps, which trl's own checkpoint leaves
-out, stops before a step that is not finite, and evaluates without a trace in training. The private surface used here is
-named and checked in `surface.py`.
+Without channels, or with all of them at weight 0, it computes what `trl.GRPOTrainer` does, bit by bit. TRL's loss is
+called, never copied. What the loss is made of stands in `composition.py`; stopping and going on in `steady.py`. The
+private surface used here is named and checked in `surface.py`.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from composer_core.batch import Batch
 from composer_core.errors import MissingError, NonFinite, RunFailed
 from composer_core.loss.composite import CompositeLoss
-from composer_core.run.control import agree
-from composer_core.run.metrics import eval_metrics
-from composer_core.run.state import capture_rng, restore_rng
 from composer_trl import surface
 from composer_trl.advantages import objective_advantages
 from composer_trl.composition import ROWS, Composition
 from composer_trl.metrics import OWN
 from composer_trl.micro_batch import GROUP, REWARD, UID, Forward, ids_and_mask, listen, texts_of
 from composer_trl.po_config import refuse_traps
+from composer_trl.sites import rollout_columns
+from composer_trl.steady import SteadyGRPOTrainer
+from composer_trl.tools import tool_schemas
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,14 @@ class Generation:
     advantages: list[float]
 
 
-class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+class ComposerGRPOTrainer(SteadyGRPOTrainer):
     """`trl.GRPOTrainer`, usable wherever that is, with one loss of several parts.
 
     Args:
-        model, reward_funcs, args, rest, kwargs: as `trl.GRPOTrainer` takes them.
+        model, reward_funcs, args, rest, kwargs: as `trl.GRPOTrainer` takes them, and `steady.SteadyGRPOTrainer`.
         loss: channels beside the policy loss, and the objective where the trainer's own is not to be used.
         native: the policy loss is the trainer's own, by `args.loss_type`; False: it is `loss.objective`.
         on_generation: called on every process after each generation while training.
-        on_evaluation: called with the trainer's control and the metrics `eval/...` after each evaluation.
 
     Raises:
         ValueError: a GRPOConfig that computes something else than it says, a KL without a model to reload as the
@@ -79,28 +77,15 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         loss: CompositeLoss | None = None,
         native: bool = True,
         on_generation: Callable[[Generation], None] | None = None,
-        on_evaluation: Callable[[Any, dict[str, float]], None] | None = None,
         **kwargs: Any,
     ) -> None:
-        found = surface.problems()
-        if found:
-            raise MissingError("; ".join(found), fix=f"pip install 'trl>={surface.SUPPORTED},<1.17'")
         if args is not None:
             refuse_traps(vars(args))
             _refuse_unloadable_reference(model, args, peft_config=kwargs.get("peft_config"))
         _refuse_head_adapter(kwargs.get("peft_config"))
         self._on_generation = on_generation
-        self._on_evaluation = on_evaluation
-        self._evaluated: list[Tensor] = []
-        self._fault: str | None = None
         self._composition: Composition | None = None
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
-        missing = surface.LOG_KEYS - set(self._logs)
-        if missing:
-            raise MissingError(f"GRPOTrainer._logs has no {', '.join(sorted(missing))}: another trl than expected")
-        absent = sorted(name for name in surface.ATTRIBUTES if not hasattr(self, name))
-        if absent:
-            raise MissingError(f"GRPOTrainer has no {', '.join(absent)}: another trl than expected")
         if loss is not None and (loss.active or not native):
             self._compose(loss, native=native)
 
@@ -120,7 +105,7 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         )
         self._forward: Forward | None = None
         self._step_metrics: dict[str, float] = {}
-        self.add_callback(_AfterOptimizer(self._after_optimizer))
+        self.add_callback(AfterOptimizer(self._after_optimizer))
 
     # -- where rollouts end ------------------------------------------------------------------------------------------
 
@@ -143,18 +128,18 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return batch
 
     def _calculate_rewards(self, inputs: Any, *args: Any) -> Tensor:
-        rewards: Tensor = super()._calculate_rewards(inputs, *args)
-        if not self.model.training:
-            self._evaluated.append(rewards.detach().cpu())
-        else:
-            self._scored = (*args[:2], rewards)
+        rewards = super()._calculate_rewards(inputs, *args)
+        self._scored = (*args[:2], rewards)
         return rewards
 
     def _prepare_rows(self, composition: Composition, inputs: list[dict[str, Any]], batch: dict[str, Any]) -> None:
         """Add what our loss wants to TRL's batch, one entry per row."""
+        absent = sorted(surface.BATCH_KEYS - set(batch))
+        if absent:
+            raise MissingError(f"trl's generations have no {', '.join(absent)}: another trl than expected")
         if "pixel_values" in batch:
             raise RunFailed("channels and objectives of the core read text only, and these prompts hold images")
-        prompts, _, per_reward = self._scored
+        prompts, completions, per_reward = self._scored
         everyone = (per_reward * self.reward_weights.to(per_reward.device)).nansum(dim=1)
         everyone[per_reward.isnan().all(dim=1)] = math.nan
         if not composition.native:
@@ -165,7 +150,11 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         batch[REWARD] = own
         batch[GROUP] = torch.tensor([group for group, _ in places], device=own.device)
         batch[UID] = [f"{self.state.global_step + 1}-{group}-{member}" for group, member in places]
-        columns = ({**row, "prompt": prompt} for row, prompt in zip(inputs, prompts, strict=True))
+        schemas = tool_schemas(self.tools or ())
+        columns = (
+            rollout_columns({**row, "prompt": prompt}, completion, schemas)
+            for row, prompt, completion in zip(inputs, prompts, completions, strict=True)
+        )
         batch[ROWS] = composition.rows(texts_of(batch, columns, tokenizer=self._tokenizer))
 
     def _compare(self, composition: Composition, batch: dict[str, Any], *, rewards: Tensor) -> None:
@@ -239,14 +228,8 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         Raises:
             NonFinite: the loss of this step, on every process; nothing of the step was applied.
         """
-        loss: Tensor = super().training_step(*args, **kwargs)
-        if not torch.isfinite(loss).all():  # transformers would put an average in its place in the log, and go on
-            self._fault = self._fault or f"the loss is {loss.item()} at step {self.state.global_step + 1}"
+        loss = super().training_step(*args, **kwargs)
         composition, last = self._composition, self._step % self.args.gradient_accumulation_steps == 0
-        if last or self.accelerator.num_processes == 1:  # several must not leave each other in the middle of a step
-            fault, self._fault = agree(self._fault), None
-            if fault is not None:
-                raise NonFinite(fault)
         if composition is not None:
             composition.add_up()
             if last:
@@ -255,32 +238,11 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                     self._metrics["train"][f"{OWN}{name}"].append(value)
         return loss
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        norm = super()._clip_grad_norm(model)
-        if not math.isfinite(float(norm)):
-            raise NonFinite(f"the gradient norm is {float(norm)} at step {self.state.global_step + 1}")
-        return norm
-
     def _after_optimizer(self) -> None:
         if self._composition is not None:
             self._composition.stepped(self.state.global_step + 1, self._step_metrics)
 
-    # -- the place between two steps ---------------------------------------------------------------------------------
-
-    def place(self) -> dict[str, Any]:
-        """Where training stands between two steps, beyond what trl saves; as `run.state.save_state` takes it."""
-        used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
-        return {
-            "micro_step": self._step,
-            "tokens": self.state.num_input_tokens_seen,
-            "buffer": None if used_up else self._buffered_inputs,
-            "rng": capture_rng(),
-        }
-
-    def go_to(self, place: Mapping[str, Any]) -> None:
-        """Stand where `place` was taken: call it before `train(resume_from_checkpoint=...)` of the same step."""
-        self._step = place["micro_step"]
-        self._buffered_inputs = place["buffer"]
+    # -- state -------------------------------------------------------------------------------------------------------
 
     def composition_state(self) -> dict[str, Any]:
         """State of channels, objective and teacher between two steps."""
@@ -295,44 +257,8 @@ class ComposerGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._composition is not None:
             self._composition.load_state_dict(state)
 
-    def save_at(self, place: Mapping[str, Any]) -> None:
-        """Save the state of the last applied step, whose `place` this is, after a later one was broken off."""
-        self.go_to(place)
-        self.state.num_input_tokens_seen = place["tokens"]
-        restore_rng(place["rng"])  # trl saves the generators' state as it is now
-        self._save_checkpoint(self.model, trial=None)
 
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(dataset)
-        if getattr(sampler, "shuffle", False):
-            # each round shuffles anew from one generator, which trl makes afresh when it resumes
-            drawn = self._step * self.args.generation_batch_size  # each micro-step draws a whole generation's prompts
-            for _ in range(drawn // len(sampler)):
-                torch.randperm(sampler.num_samples, generator=sampler.generator)
-        return sampler
-
-    # -- evaluation --------------------------------------------------------------------------------------------------
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """See `transformers.Trainer`; training goes on as if nothing had been evaluated."""
-        self._evaluated = []
-        before = capture_rng()
-        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-        restore_rng(before)
-        if self._on_evaluation is not None:
-            self._on_evaluation(self.control, self._eval_metrics())
-        return metrics
-
-    def _eval_metrics(self) -> dict[str, float]:
-        """From every completion; trl's own are means of batches, whatever their sizes."""
-        rewards = torch.cat(self._evaluated)  # (completions, rewards), over all processes
-        weighted = (rewards * self.reward_weights.cpu()).nansum(dim=1)
-        weighted[rewards.isnan().all(dim=1)] = math.nan
-        scores = {name: rewards[:, i].tolist() for i, name in enumerate(self.reward_func_names)}
-        return eval_metrics(scores, weighted.tolist())
-
-
-class _AfterOptimizer(TrainerCallback):  # type: ignore[misc]
+class AfterOptimizer(TrainerCallback):  # type: ignore[misc]
     """Calls back between the optimiser's step and everything that looks at its result."""
 
     def __init__(self, then: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from composer_trl.settings import TrlSettings
 
 def spec(*, objective="grpo", options=None, model=None, checkpoint=None, held_out=None, **train):
     def plugged(kind, use, settings, weight=1.0):
-        return Plugged(kind, use, "test 0", settings, weight)
+        return Plugged(kind, use, "composer-core 0.1.0", settings, weight)
 
     return RunSpec(
         version=1,
