@@ -33,6 +33,7 @@ lint: $(VENV)/.full
 bench: $(VENV)/.full
 	$(TEST_ENV) $(BIN)/python bench/cli.py
 	$(TEST_ENV) $(BIN)/python bench/data.py
+	$(TEST_ENV) $(BIN)/python bench/loss.py
 	$(TEST_ENV) $(BIN)/python bench/trl.py
 
 # pages that are generated from the code; tests say when they are out of date

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -68,7 +69,7 @@ class PaperGate:
     k: int = 16
 
     def __post_init__(self) -> None:
-        if self.tau < 0 or self.alpha < 0:
+        if not (self.tau >= 0 and self.alpha >= 0):  # NaN too: the gate would never open
             raise ValueError(f"tau and alpha must be >= 0, got tau {self.tau}, alpha {self.alpha}")
         if self.k < 1:
             raise ValueError(f"k must be >= 1, got {self.k}")
@@ -102,8 +103,8 @@ class Divergence:
                 f"jsd needs 0 < beta < 1, got {self.beta}: at the ends it is a plain KL, use "
                 f"{DivergenceKind.KL_TEACHER_STUDENT} (0) or {DivergenceKind.KL_STUDENT_TEACHER} (1)"
             )
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be > 0, got {self.temperature}")
+        if not 0 < self.temperature < math.inf:  # an infinite one makes all distributions equal
+            raise ValueError(f"temperature must be > 0 and finite, got {self.temperature}")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be > 0, got {self.clip}")
         if self.taid is not None and not 0 <= self.taid <= 1:

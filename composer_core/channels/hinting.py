@@ -7,6 +7,7 @@ Joins what `traces/` knows: sites (`error_sites.py`), the text for each (`hints.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,10 @@ from composer_core.channels.settings import HintSettings
 from composer_core.errors import RunFailed, UsageError
 from composer_core.plugins.registry import Registry
 from composer_core.protocols import RolloutText, Row
+from composer_core.traces.chat_template import TokenizerLike
 from composer_core.traces.error_sites import WHOLE_ANSWER, rollout_sites
 from composer_core.traces.hints import HintBook
+from composer_core.traces.recorded import TraceRows
 from composer_core.traces.rows import Hint, HintRows
 
 COLUMN_KIND = "column"
@@ -52,15 +55,33 @@ class Hinting:
             logger.warning("sdpo: rollout %s is not hinted, and others like it: %s", rollout.uid, reason)
         return made
 
+    def trace_rows(self, tokenizer: TokenizerLike, *, skipped: Counter[str]) -> TraceRows:
+        """What reads recorded traces with these hints; `skipped` receives why some are left out.
+
+        Raises:
+            UsageError: hints come from a column, which traces have not, or the chat template takes none there.
+        """
+        settings = self._settings
+        if settings.column is not None:
+            raise UsageError(
+                f"recorded traces have no column {settings.column!r}",
+                at="sdpo.hints.column",
+                fix="leave it out: traces are hinted at the errors in them",
+            )
+        return TraceRows(tokenizer, at=settings.at, span=settings.span, book=self._hint_book(), skipped=skipped)
+
+    def _hint_book(self) -> HintBook:
+        if self._book is None:
+            self._book = HintBook.of(self._registry or Registry.discover(), self._settings.templates)
+        return self._book
+
     def _hints(self, rollout: RolloutText) -> Iterator[Hint]:
         if self._settings.column is not None:
             if told := _column(rollout, self._settings.column):
                 yield Hint(told, WHOLE_ANSWER, COLUMN_KIND)
             return
-        if self._book is None:
-            self._book = HintBook.of(self._registry or Registry.discover(), self._settings.templates)
         for site in rollout_sites(rollout, below=self._success):
-            if text := self._book.hint(site):
+            if text := self._hint_book().hint(site):
                 yield Hint(text, site.turn, site.kind)
 
     def _rows_for(self, rollout: RolloutText) -> HintRows:

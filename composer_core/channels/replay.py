@@ -23,6 +23,7 @@ from composer_core.errors import RunFailed, UsageError
 from composer_core.loss.channel import ChannelDefaults
 from composer_core.loss.preference import FORMS, PairLogps, answer_logps
 from composer_core.loss.reduce import select
+from composer_core.loss.watch import Joins
 from composer_core.protocols import Model, PolicyView, RolloutText, Row, Term
 
 FILLER_ID = 0
@@ -147,6 +148,8 @@ class Replay(ChannelDefaults):
             logps = view.logps(seqs, model=model, grad=model == "policy", temperature=TEMPERATURE)
             return answer_logps(logps, action, seqs)
 
+        if self.settings.variant != "imitate" and isinstance(view, Joins):
+            view.join(pairs.chosen, pairs.rejected)
         chosen, chosen_tokens = answers(pairs.chosen, pairs.chosen_action, "policy")
         if self.settings.variant == "imitate":
             nothing = torch.zeros_like(chosen.detach())

@@ -130,7 +130,7 @@ def ints(row: Row, key: str) -> list[int]:
     value = row.get(key)
     if not isinstance(value, list):
         raise RunFailed(f"a row has no list {key!r}: {sorted(row)}")
-    return [int(item) for item in value]
+    return list(map(int, value))
 
 
 def floats(row: Row, key: str) -> list[float]:
@@ -142,4 +142,4 @@ def floats(row: Row, key: str) -> list[float]:
     value = row.get(key)
     if not isinstance(value, list):
         raise RunFailed(f"a row has no list {key!r}: {sorted(row)}")
-    return [float(item) for item in value]
+    return list(map(float, value))

@@ -7,9 +7,10 @@ hints is another channel.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,17 +22,19 @@ from composer_core.channels.settings import NEED_OF, SdpoSettings, Way, ways
 from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 from composer_core.errors import RunFailed
 from composer_core.loss.channel import ChannelDefaults
-from composer_core.loss.clip import MAX_LOG_RATIO
+from composer_core.loss.clip import bounded
 from composer_core.loss.reduce import select
 from composer_core.loss.taid_schedule import TAIDScheduler
 from composer_core.loss.teachers import SelfTeacher
 from composer_core.plugins.registry import Registry
 from composer_core.protocols import Model, Need, PolicyView, RolloutText, Row, Term
 
+if TYPE_CHECKING:
+    from composer_core.traces.chat_template import TokenizerLike
+    from composer_core.traces.recorded import TraceRow, TraceRows
+
 FILLER_ID = 0
 """Token that the teacher reads where a micro-batch has no hint; every vocabulary has it."""
-GAP = Divergence(DivergenceKind.KL_STUDENT_TEACHER, support=Support.SAMPLED)
-"""Its values are log q - log p of the hinted tokens, which costs no projection of any other token."""
 TOPK = {"student": Support.TOPK_STUDENT, "teacher": Support.TOPK_TEACHER, "union": Support.TOPK_UNION}
 
 
@@ -62,6 +65,18 @@ class Sdpo(ChannelDefaults):
         if self.settings.on == "failed" and not failed:
             return None
         return self.hinting.row(rollout)
+
+    def trace_rows(self, tokenizer: TokenizerLike, *, skipped: Counter[str]) -> TraceRows:
+        """See `loss.channel.HintsTraces`."""
+        return self.hinting.trace_rows(tokenizer, skipped=skipped)
+
+    def of_trace(self, row: TraceRow) -> Row | None:
+        """The hinted sites of a recorded trace; with `on: failed` none of one whose reward says that it succeeded.
+
+        Few recorded traces have a reward: their errors are what failed.
+        """
+        succeeded = row["reward"] is not None and row["reward"] >= self.settings.success
+        return None if self.settings.on == "failed" and succeeded else row["sdpo"]
 
     def count(self, row: Row | None) -> Mapping[str, float]:
         """`tokens`: hinted ones."""
@@ -102,8 +117,8 @@ class Sdpo(ChannelDefaults):
 
     def divergences(self, step: int) -> tuple[Divergence, ...]:
         """The one it learns from, and where that does not say it the sampled one, for `hint_gain`."""
-        spec = self._spec()
-        return (spec, GAP) if self.settings.hint_gain and spec != GAP else (spec,)
+        spec, gap = self._spec(), _gap(self.settings.temperature)
+        return (spec, gap) if self.settings.hint_gain and spec != gap else (spec,)
 
     def loss(self, view: PolicyView, batch: Batch) -> Term:
         """Sum over hinted tokens of weight x capped importance ratio x divergence, for `tokens`.
@@ -123,7 +138,7 @@ class Sdpo(ChannelDefaults):
         spec = self._spec()
         values = select(view.divergence(hints, spec, teacher=self._model), real)
         if self.settings.hint_gain:
-            metrics["hint_gain"] = -(values.detach() if spec == GAP else self._gap(view, hints, real)).sum()
+            metrics["hint_gain"] = self._gain(view, hints, values, spec=spec).sum()
         return Term((values * hints.weight).sum(), "tokens", metrics)
 
     # -- its parts ---------------------------------------------------------------------------------------------------
@@ -157,12 +172,16 @@ class Sdpo(ChannelDefaults):
         now = view.logps(batch.rollouts.seqs, grad=True, temperature=batch.temperature).detach()
         # select before exp: what the filler points at may have any ratio
         gap = select((now - old_logps)[hints.student], hints.weight != 0)
-        return gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return bounded(gap).exp()
 
-    def _gap(self, view: PolicyView, hints: Hints, real: Tensor) -> Tensor:
-        """By how much the hint lowers the log-prob of each token it should teach, (K,), detached."""
+    def _gain(self, view: PolicyView, hints: Hints, values: Tensor, *, spec: Divergence) -> Tensor:
+        """By how much the hint raises the log-prob of each token it should teach, (K,), detached."""
+        gap = _gap(self.settings.temperature)
+        if spec == gap:
+            return -values.detach()
+        # the same hints at the same temperature: a view that sees whole vocabularies has these numbers already
         with torch.no_grad():
-            return select(view.divergence(hints, GAP, teacher=self._model), real)
+            return -select(view.divergence(hints, gap, teacher=self._model), hints.weight != 0)
 
 
 class TaidSdpo(Sdpo):
@@ -229,6 +248,11 @@ def sdpo(settings: SdpoSettings | None = None) -> Sdpo:
     """The channel for a spec's block."""
     chosen = settings or SdpoSettings()
     return TaidSdpo(chosen) if chosen.target is not None else Sdpo(chosen)
+
+
+def _gap(temperature: float) -> Divergence:
+    """Its values are log q - log p of the hinted tokens."""
+    return Divergence(DivergenceKind.KL_STUDENT_TEACHER, temperature=temperature, support=Support.SAMPLED)
 
 
 def _teacher(settings: SdpoSettings) -> SelfTeacher:

@@ -118,14 +118,15 @@ class SdpoSettings(Settings):
     ema_rate: float = Field(0.05, gt=0, le=1)
     """How much of the policy goes into the average at each step, for `self-ema`."""
     on: Literal["failed", "all"] = "failed"
-    """Which rollouts are hinted: those with a reward below `success`, or all."""
+    """Which rollouts are hinted: those with a reward below `success`, or all. Recorded traces are hinted at their
+    errors; `failed` spares those whose reward reaches `success`."""
     success: float = 1.0
     """Reward from which on a rollout has not failed."""
     is_clip: float | None = Field(2.0, gt=0)
     """Cap on the importance ratio that weights each token when the policy has moved since it sampled; null: none."""
     hint_gain: bool = True
-    """Log by how much the hint raises the log-prob of the hinted tokens, on average. Near zero, or below, the hints
-    carry no information, and then they hurt. Costs one more projection of those tokens onto the vocabulary."""
+    """Log by how much the hint raises the log-prob of the hinted tokens (at `temperature`), on average. Near zero, or
+    below, the hints carry no information, and then they hurt."""
     hints: HintSettings = HintSettings()
 
     @field_validator("teacher", mode="before")

@@ -27,10 +27,12 @@ def group_advantages(rewards: Tensor, group: Tensor, *, scale: Scale, eps: float
     rollout of a group gets advantage 0 (verl would give it its raw reward) and is counted in the second result.
 
     Raises:
-        ValueError: `rewards` and `group` differ in shape.
+        ValueError: `rewards` and `group` differ in shape, or rewards are whole numbers.
         RunFailed: scale `mean` with a negative reward, which would turn good into bad.
     """
     check_shapes("one entry per sequence", rewards=rewards, group=group)
+    if not rewards.is_floating_point():  # advantages have the rewards' type: a half would become 0
+        raise ValueError(f"rewards must be floating-point, got {rewards.dtype}")
     rewarded = ~rewards.isnan()
     # float64: the mean of equal rewards such as 0.1 must give 0, which a deviation of about 0 would else magnify
     values = select(rewards, rewarded).double()

@@ -13,7 +13,11 @@ from composer_core.loss.teachers import SelfTeacher
 from composer_core.protocols import Need, RolloutText, Row
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from composer_core.plugins.registry import Registry
+    from composer_core.traces.chat_template import TokenizerLike
+    from composer_core.traces.recorded import TraceRow, TraceRows
 
 
 class ChannelDefaults:
@@ -86,6 +90,23 @@ class TakesPairs(Protocol):
 
     def take_pairs(self, rows: Sequence[Row]) -> None:
         """All of them as rows (`channels/rows.py`, `pair_row`), once, in the same order on every rank."""
+        ...
+
+
+@runtime_checkable
+class HintsTraces(Protocol):
+    """A channel that hints recorded traces where they are read: only there their turns and error sites are known."""
+
+    def trace_rows(self, tokenizer: TokenizerLike, *, skipped: Counter[str]) -> TraceRows:
+        """What tokenises the traces and makes its rows; `skipped` receives what is left out, with how many.
+
+        Raises:
+            UsageError: its settings do not fit recorded traces or this tokenizer.
+        """
+        ...
+
+    def of_trace(self, row: TraceRow) -> Row | None:
+        """Its own row in one that this made, in place of `prepare`."""
         ...
 
 

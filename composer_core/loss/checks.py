@@ -24,17 +24,29 @@ def check_logits(student_logits: Tensor, teacher_logits: Tensor) -> None:
         )
 
 
-def check_sampled_ids(sampled_ids: Tensor | None, spec: Divergence, *, tokens: int, vocab: int) -> None:
-    """Refuse sampled ids that are missing, not wanted, or not one id of the vocabulary per token.
+def check_sampled_ids(
+    sampled_ids: Tensor | None, spec: Divergence, *, tokens: int, vocab: int, gap: Tensor | None = None
+) -> None:
+    """Refuse sampled ids that are missing, not wanted, or not one id of the vocabulary per token; and a `gap` for them
+    that does not fit.
 
     Raises:
         ValueError: naming the argument and the rule.
     """
-    if (spec.support is Support.SAMPLED) != (sampled_ids is not None):
+    if (spec.support is Support.SAMPLED or gap is not None) != (sampled_ids is not None):
         given = "missing" if sampled_ids is None else "given"
-        raise ValueError(f"sampled_ids are for the sampled support and needed there: {given} with {spec.support}")
+        with_gap = "" if gap is None else " and a sampled_gap"
+        raise ValueError(
+            f"sampled_ids are for the sampled support and needed there: {given} with {spec.support}{with_gap}"
+        )
     if sampled_ids is not None:
         check_ids("sampled_ids", sampled_ids, tokens=tokens, vocab=vocab)
+    if gap is None:
+        return
+    if gap.shape != (tokens,) or gap.dtype not in (torch.float32, torch.float64) or gap.requires_grad:
+        raise ValueError(f"sampled_gap {tuple(gap.shape)} {gap.dtype} must be ({tokens},) float32 without gradient")
+    if spec.taid == 0:
+        raise ValueError("sampled_gap is a by-product, and with taid 0 nothing is computed")
 
 
 def check_ids(name: str, ids: Tensor, *, tokens: int, vocab: int) -> None:
@@ -47,6 +59,27 @@ def check_ids(name: str, ids: Tensor, *, tokens: int, vocab: int) -> None:
         raise ValueError(f"{name} {tuple(ids.shape)} {ids.dtype} must be ({tokens},) torch.int64, one id per token")
     if tokens and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise ValueError(f"{name} must be in [0, {vocab}), got {int(ids.min())} to {int(ids.max())}")
+
+
+def check_positive(**numbers: float | None) -> None:
+    """Refuse numbers that are not > 0, NaN too; None passes.
+
+    Raises:
+        ValueError: naming the number.
+    """
+    for name, value in numbers.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be > 0, got {value}")
+
+
+def check_mask(name: str, mask: Tensor) -> None:
+    """Refuse a mask with anything but true and false, or 1 and 0: of Hugging Face labels every entry would count.
+
+    Raises:
+        ValueError: naming the argument and the way to a mask.
+    """
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(f"{name} must be a mask of 0 and 1; from Hugging Face labels it is `labels != -100`")
 
 
 def check_projection(side: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, softcap: float | None) -> None:

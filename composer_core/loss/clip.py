@@ -16,13 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from composer_core.batch import Seqs
+from composer_core.loss.checks import check_positive
 from composer_core.loss.presets import Clip, Measure
-from composer_core.loss.reduce import segment_mean, segment_sum, select
+from composer_core.loss.reduce import segment_mean_selected, segment_sum, select, spread
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-this before exp: e^20 is far outside every trust region, and fp32 overflows at e^89."""
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Log-ratios within +-`MAX_LOG_RATIO`, any shape, without gradient beyond."""
+    # hardtanh, not clamp: the same numbers, and on a CPU a tenth of clamp's time in the backward
+    return F.hardtanh(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,12 @@ class Tokens:
     @cached_property
     def ratio(self) -> Tensor:
         """The ratio at the preset's level, with gradient."""
-        return self.level.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return bounded(self.level).exp()
+
+    @property
+    def held(self) -> Tensor:
+        """The ratio without gradient, for rules that only weigh with it."""
+        return self.ratio.detach()
 
     @property
     def old_logps(self) -> Tensor:
@@ -75,7 +88,11 @@ def ppo(
     caps r in the first arm (Prime Intellect 2025, 2505.07291), and `dual_clip` the loss at -A dual_clip (Ye et al.
     2019, 1912.09729, eq. 5; verl uses 3). They are equal where both are at least 1 + epsilon_high; a smaller delta
     also caps tokens with A > 0.
+
+    Raises:
+        ValueError: a number is not positive.
     """
+    check_positive(epsilon=epsilon, epsilon_high=epsilon_high, delta=delta, dual_clip=dual_clip)
     low = math.log1p(-epsilon) if epsilon < 1 else -MAX_LOG_RATIO  # from 1 on there is no lower bound
     high = math.log1p(epsilon if epsilon_high is None else epsilon_high)
     cap = MAX_LOG_RATIO if delta is None else math.log(delta)
@@ -85,16 +102,21 @@ def ppo(
     # exp too. Its bounds are sums of products with 0 and 1, exact, because where() is slow on a CPU.
     bad = falling.to(tokens.level.dtype)
     good = 1 - bad
-    bounded = tokens.level.clamp(low * bad - MAX_LOG_RATIO * good, ceiling * bad + min(cap, high) * good)
+    clipped = tokens.level.clamp(low * bad - MAX_LOG_RATIO * good, ceiling * bad + min(cap, high) * good)
     clip_low = (tokens.level < low) & falling
     clip_high = (tokens.level > high) & (tokens.advantages > 0)
-    return -tokens.advantages * bounded.exp(), {"clip_low": clip_low, "clip_high": clip_high}
+    return -tokens.advantages * clipped.exp(), {"clip_low": clip_low, "clip_high": clip_high}
 
 
 def cispo(tokens: Tokens, *, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """-sg(min(r, cap)) A log pi: no token loses its gradient. MiniMax 2025 (2506.13585)."""
-    loss = -tokens.ratio.detach().clamp(max=cap) * tokens.advantages * tokens.logps
-    return loss, {"clip_high": (tokens.ratio > cap) & (tokens.advantages > 0)}
+    """-sg(min(r, cap)) A log pi: no token loses its gradient. MiniMax 2025 (2506.13585).
+
+    Raises:
+        ValueError: the cap is not positive.
+    """
+    check_positive(cap=cap)
+    loss = -tokens.held.clamp(max=cap) * tokens.advantages * tokens.logps
+    return loss, {"clip_high": (tokens.held > cap) & (tokens.advantages > 0)}
 
 
 def sapo(
@@ -103,7 +125,11 @@ def sapo(
     """-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A. arXiv 2511.20347.
 
     At r = 1 the value is 2 A / tau in size, and the gradient that of r A.
+
+    Raises:
+        ValueError: a temperature is not positive.
     """
+    check_positive(temperature_positive=temperature_positive, temperature_negative=temperature_negative)
     tau = _by_sign(tokens.advantages > 0, temperature_positive, temperature_negative, like=tokens.ratio)
     return -tokens.advantages * torch.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau, {}
 
@@ -118,9 +144,9 @@ def vespo(
     positive = tokens.advantages >= 0
     k = _by_sign(positive, k_positive, k_negative, like=tokens.logps)
     rate = _by_sign(positive, lambda_positive, lambda_negative, like=tokens.logps)
-    clamped = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_w = segment_sum(bounded(tokens.log_ratio.detach()), tokens.seqs)
     # the paper's code floors w itself at 1e-8
-    log_w = segment_sum(clamped, tokens.seqs).clamp(math.log(1e-8), MAX_LOG_RATIO)[tokens.seqs.owner]
+    log_w = spread(log_w.clamp(math.log(1e-8), MAX_LOG_RATIO), tokens.seqs)
     phi = torch.exp(rate + k * log_w - rate * log_w.exp())
     return -phi * tokens.advantages * tokens.logps, {}
 
@@ -129,16 +155,20 @@ def gmpo(tokens: Tokens, *, epsilon: float, epsilon_high: float) -> tuple[Tensor
     """-A exp(mean over the sequence of clipped log r), the same at each of its tokens. Zhao et al. 2025 (2507.20673).
 
     log r is clipped to [-epsilon, epsilon_high] on the side that would go on, like the min of PPO.
+
+    Raises:
+        ValueError: a number is not positive.
     """
+    check_positive(epsilon=epsilon, epsilon_high=epsilon_high)
     clamped = tokens.log_ratio.clamp(-epsilon, epsilon_high)
     clipped = torch.where(
         tokens.advantages > 0, torch.minimum(tokens.log_ratio, clamped), torch.maximum(tokens.log_ratio, clamped)
     )
     # one-sided clipping leaves the other side open
-    mean = segment_mean(clipped, tokens.mask, tokens.seqs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    mean = segment_mean_selected(clipped, tokens.mask, tokens.seqs)
     clip_low = (tokens.log_ratio < -epsilon) & (tokens.advantages < 0)
     clip_high = (tokens.log_ratio > epsilon_high) & (tokens.advantages > 0)
-    loss = -mean.exp()[tokens.seqs.owner] * tokens.advantages
+    loss = -spread(bounded(mean).exp(), tokens.seqs) * tokens.advantages
     return loss, {"clip_low": clip_low, "clip_high": clip_high}
 
 
@@ -150,15 +180,20 @@ def dppo(
     The region is one of the sampled token's probability, not of its ratio: a rare token may double. `tv`:
     |pi - pi_old| within epsilon (fallen, A < 0) or epsilon_high (risen, A > 0); `kl`: the KL of the two Bernoulli
     variables "this token or another". arXiv 2602.04879.
+
+    Raises:
+        ValueError: a number is not positive.
     """
+    check_positive(epsilon=epsilon, epsilon_high=epsilon_high, cap=cap)
     old, new = tokens.old_logps, tokens.logps.detach()
-    risen = new.exp() - old.exp()
-    moved = risen.abs() if measure == "tv" else _bernoulli_kl(old, new)
-    # not "moved > epsilon": a KL that is NaN, as where rounding lets a probability exceed 1, is outside
-    clip_low = (risen < 0) & ~(moved <= epsilon) & (tokens.advantages < 0)
-    clip_high = (risen > 0) & ~(moved <= epsilon_high) & (tokens.advantages > 0)
+    moved = new.exp() - old.exp()
+    if measure == "kl":
+        # a KL that is NaN, as where rounding lets a probability exceed 1, is outside
+        moved = torch.copysign(_bernoulli_kl(old, new).nan_to_num(nan=math.inf), moved)
+    clip_low = (moved < -epsilon) & (tokens.advantages < 0)
+    clip_high = (moved > epsilon_high) & (tokens.advantages > 0)
     kept = ~(clip_low | clip_high)
-    loss = -tokens.advantages * tokens.ratio.detach().clamp(max=cap) * tokens.logps * kept
+    loss = -tokens.advantages * tokens.held.clamp(max=cap) * kept * tokens.logps
     return loss, {"clip_low": clip_low, "clip_high": clip_high}
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate, Support
-from composer_core.loss.checks import check_ids
+from composer_core.loss.checks import check_ids, check_mask, check_positive
 from composer_core.loss.distributions import divergence_entries, entropy, floored, log_probs, sampled_surrogate
 from composer_core.loss.divergence import divergence, paper_term
 from composer_core.loss.topk import entries_of, is_full, restricted
@@ -66,6 +66,7 @@ def generalized_jsd_loss(
     """
     counted = _counted(student_logits, teacher_logits, labels)
     _check_reduction(reduction)
+    check_positive(token_clip=token_clip, num_items=num_items)
     if logits_are_probs and (temperature != 1 or top_k is not None):
         raise ValueError("temperature and top_k act on logits; with logits_are_probs they must be 1.0 and None")
     spec = _spec(beta, temperature, top_k, support=support, tail=tail)
@@ -108,8 +109,8 @@ def entropy_aware_opd_loss(
     Raises:
         ValueError: a shape or range is wrong, or labels are no mask.
     """
-    if labels is not None and not ((labels == 0) | (labels == 1)).all():
-        raise ValueError("labels must be a mask of 0 and 1; from Hugging Face labels it is `labels != -100`")
+    if labels is not None:
+        check_mask("labels", labels)
     mask = None if labels is None else torch.where(labels.bool(), 0, IGNORED_LABEL)
     counted = _counted(student_logits, teacher_logits, mask)
     _check_reduction(reduction)
@@ -169,6 +170,9 @@ def _counted(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor | No
         return torch.ones(tokens, dtype=torch.bool, device=student_logits.device)
     if labels.shape != tokens:
         raise ValueError(f"labels {tuple(labels.shape)} must be (B, T) of student_logits, {tuple(tokens)}")
+    if labels.dtype is torch.bool or labels.is_floating_point():
+        # a mask would count every token, as none of its entries is -100
+        raise ValueError(f"labels must be token ids with -100 where a token does not count, got {labels.dtype}")
     return labels != IGNORED_LABEL
 
 

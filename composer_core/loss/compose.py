@@ -8,7 +8,8 @@ Letters: B rows, T_s and T_t padded lengths of student and teacher.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 
 from composer_core.batch import Batch, Hints, Rollouts, Seqs
 from composer_core.divergences import Divergence, DivergenceKind, SoftGate
+from composer_core.loss.checks import check_mask
 from composer_core.loss.lm_ce import LmCe
-from composer_core.loss.preference import FORMS, PairLogps, answer_logps
+from composer_core.loss.preference import FORMS, PairLogps, answer_logps, complete_pairs
 from composer_core.loss.reduce import masked_mean
 from composer_core.loss.views import ModelView
 
@@ -81,7 +83,8 @@ def compose_loss(
             For pairs `dpo_{chosen,rejected}_{input_ids,response_mask}`, and `dpo_{chosen,rejected}_ref_logprobs` (B,),
             summed over the answer, which `simpo` does not read. Rows are padded on the right.
         alpha_sdpo: weight of the divergence between the model and itself in the teacher's context, a token mean.
-        beta_replay: weight of the preference loss, a mean over pairs.
+        beta_replay: weight of the preference loss, a mean over pairs; one with an empty side is left out, with a
+            warning that says how many.
         sdpo_jsd_beta: the teacher's share of the mixture; 0 is KL(teacher || student), 1 KL(student || teacher).
         sdpo_temperature: divides both logits.
         sdpo_token_clip: cap on each token's divergence, after the vocabulary sum.
@@ -123,7 +126,7 @@ def compose_loss(
         total = total + alpha_sdpo * sdpo_jsd
     if beta_replay and _given(inputs, PAIR_KEYS):
         needed = REFERENCE_KEYS if dpo_variant == "dpo" else ()
-        pairs = form(_pair_logps(view, inputs, needed)).mean()
+        pairs = _preference(form, _pair_logps(view, inputs, needed))
         total = total + beta_replay * pairs
     return LossComponents(lm_ce, sdpo_jsd, pairs, total)
 
@@ -158,12 +161,13 @@ def _answers(inputs: Mapping[str, Tensor], ids_key: str, mask_key: str) -> Rollo
     for key in (ids_key, mask_key):
         if key not in inputs:
             raise ValueError(f"inputs lack {key!r}")
-    ids, mask = inputs[ids_key], inputs[mask_key].bool()
+    ids, mask = inputs[ids_key], inputs[mask_key]
     if ids.dim() != 2 or ids.shape != mask.shape:
         raise ValueError(f"{ids_key} {tuple(ids.shape)} and {mask_key} {tuple(mask.shape)} must both be (B, T)")
+    check_mask(mask_key, mask)
     seqs = Seqs.from_padded(ids, torch.ones_like(ids))
     # the first token of a row is predicted by nothing, so it cannot be part of an answer
-    return Rollouts(seqs=seqs, action=mask.flatten() & ~seqs.first)
+    return Rollouts(seqs=seqs, action=mask.bool().flatten() & ~seqs.first)
 
 
 def _cross_entropy(view: ModelView, rollouts: Rollouts, *, label_smoothing: float) -> Tensor:
@@ -205,6 +209,15 @@ def _pair_logps(view: ModelView, inputs: Mapping[str, Tensor], reference: tuple[
         raise ValueError(f"dpo_variant='dpo' compares with a reference; inputs lack {missing}")
     ref_chosen, ref_rejected = (inputs[key].to(chosen.device) for key in reference) if reference else (None, None)
     return PairLogps(chosen, rejected, chosen_tokens, rejected_tokens, ref_chosen, ref_rejected)
+
+
+def _preference(form: Callable[[PairLogps], Tensor], pairs: PairLogps) -> Tensor:
+    """Mean of a form over the pairs that have two answers."""
+    complete = complete_pairs(pairs.chosen_tokens, pairs.rejected_tokens)
+    left_out = len(complete) - int(complete.sum())
+    if left_out:
+        warnings.warn(f"{left_out} of {len(complete)} pairs have an empty side and are left out", stacklevel=3)
+    return masked_mean(form(pairs), complete, count=complete.sum())
 
 
 def _as_hugging_face(model: nn.Module) -> nn.Module:

@@ -96,12 +96,16 @@ class Breakdown:
 
 
 class CompositeLoss:
-    """The objective and the channels of a run."""
+    """The objective and the channels of a run.
+
+    `on_nonfinite="skip"` is for programs that drive a trainer of their own and look at `Breakdown.finite`. No spec can
+    ask for it: our backends end a run at the first loss that is not finite, and say which token it was.
+    """
 
     def __init__(
         self,
         channels: Sequence[ActiveChannel],
-        objective: Objective,
+        objective: Objective | None,
         *,
         on_nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
@@ -111,6 +115,7 @@ class CompositeLoss:
                 taken = "the objective" if name == POLICY else "another channel"
                 raise UsageError(f"a channel is called {name!r}, which is the name of {taken}", at="loss.channels")
         self.objective = objective
+        """None where a run learns by channels alone."""
         self.active = tuple(channel for channel in channels if channel.weight != 0)
         """Those that are computed, in the spec's order."""
         self._skips = on_nonfinite == "skip"
@@ -221,8 +226,11 @@ class CompositeLoss:
         """The objective's local sum; the backend divides it by `batch.counts[term.count]`.
 
         Raises:
-            RunFailed: the sum is not finite (unless those steps are skipped: the backend then looks itself).
+            RunFailed: the sum is not finite (unless those steps are skipped: the backend then looks itself), or there
+                is no objective.
         """
+        if self.objective is None:
+            raise RunFailed("this run has no objective, and the trainer asks for its loss")
         watched = Watched(view)
         term = self.objective.loss(watched, batch)
         self._is_finite(term, watched, name=POLICY, batch=batch)

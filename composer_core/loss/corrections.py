@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from composer_core.batch import Seqs
-from composer_core.loss.clip import MAX_LOG_RATIO
+from composer_core.loss.clip import bounded
 from composer_core.loss.presets import CorrectionLevel
-from composer_core.loss.reduce import check_shapes, segment_mean, segment_sum, select
+from composer_core.loss.reduce import check_shapes, segment_mean, segment_sum, select, spread
 
 
 def sampler_ratio(
@@ -29,12 +29,14 @@ def sampler_ratio(
     check_shapes("one entry per token", old_logps=old_logps, sampler_logps=sampler_logps, mask=mask)
     log_ratio = (select(old_logps, mask) - select(sampler_logps, mask)).detach()
     if level == "sequence":
-        log_ratio = segment_sum(log_ratio, seqs)[seqs.owner]
-    return select(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), mask)
+        log_ratio = spread(segment_sum(log_ratio, seqs), seqs)
+    return select(bounded(log_ratio).exp(), mask)
 
 
 def truncate(ratio: Tensor, *, high: float) -> Tensor:
     """min(ratio, high): truncated importance sampling (TIS). Biased for the tokens cut, bounded in variance."""
+    if not high > 0:
+        raise ValueError(f"high must be > 0, got {high}: no token would count")
     return ratio.clamp(max=high)
 
 
@@ -43,6 +45,8 @@ def mask_outside(ratio: Tensor, *, low: float, high: float) -> Tensor:
 
     On ratios of level `sequence` with low 0 it is TRL's `sequence_mask`: sequences that drifted too far are left out.
     """
+    if not low < high:
+        raise ValueError(f"low must be below high, got {low} and {high}: no token would count")
     return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
 
 
@@ -56,7 +60,7 @@ def off_policy_mask(
     """
     check_shapes("one entry per token", advantages=advantages, logps=logps, sampler_logps=sampler_logps, mask=mask)
     gap = (select(sampler_logps, mask) - select(logps, mask)).detach()
-    near = (segment_mean(gap, mask, seqs) <= threshold)[seqs.owner]
+    near = spread(segment_mean(gap, mask, seqs) <= threshold, seqs)
     return (select(advantages, mask) >= 0) | near
 
 

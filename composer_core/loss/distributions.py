@@ -8,6 +8,7 @@ outside log space, nothing infinite. Supports, targets and gates are built on to
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from torch import Tensor
@@ -34,6 +35,22 @@ def log_probs(logits: Tensor, temperature: float) -> Tensor:
 def floored(log_p: Tensor) -> Tensor:
     """Log-probabilities with `LOGP_FLOOR` in the place of -inf, where the gradient is 0. Finite ones are exact."""
     return log_p.masked_fill(log_p == -torch.inf, LOGP_FLOOR)
+
+
+def tell_infinite(log_q: Tensor, log_p: Tensor, spec: Divergence) -> None:
+    """Warn where a KL of `spec` is infinite and `LOGP_FLOOR` makes it finite, from floored (..., V); JSD never is.
+
+    Python shows the warning once, as its text is always the same: what matters is that it happens at all.
+    """
+    excluded_q, excluded_p = log_q == LOGP_FLOOR, log_p == LOGP_FLOOR
+    to_student = spec.kind is DivergenceKind.KL_TEACHER_STUDENT or spec.gate is not None
+    to_teacher = spec.kind is DivergenceKind.KL_STUDENT_TEACHER
+    if (to_student and (excluded_q & ~excluded_p).any()) or (to_teacher and (excluded_p & ~excluded_q).any()):
+        warnings.warn(
+            f"the {spec.kind} of some token is infinite: one side gives no mass at all (a logit of -inf) to an entry "
+            f"that the other allows; it is counted with a log-probability of {LOGP_FLOOR:g}",
+            stacklevel=2,
+        )
 
 
 def entropy(log_p: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from composer_core.divergences import Divergence, PaperGate, SoftGate
 from composer_core.loss.checks import check_logits, check_sampled_ids
-from composer_core.loss.distributions import between, entropy, floored, kl_entries, log_probs
+from composer_core.loss.distributions import between, entropy, floored, kl_entries, log_probs, tell_infinite
 from composer_core.loss.reduce import select
 from composer_core.loss.targets import soft_weight, taid_target
 from composer_core.loss.topk import entries_of, is_full, restricted, truncated_kl
@@ -72,7 +72,9 @@ def paper_term(log_q: Tensor, log_p: Tensor, gate: PaperGate, *, h_teacher: Tens
 
 def _on_support(log_q: Tensor, log_p: Tensor, spec: Divergence, sampled_ids: Tensor | None) -> tuple[Tensor, Tensor]:
     if is_full(spec, log_q.shape[-1]):
-        return floored(log_q), floored(log_p)
+        log_q, log_p = floored(log_q), floored(log_p)
+        tell_infinite(log_q.detach(), log_p, spec)
+        return log_q, log_p
     chosen = entries_of(log_q, log_p, spec, sampled_ids=sampled_ids)
     at_q, at_p = (restricted(log.gather(-1, chosen.ids), chosen.valid, spec) for log in (log_q, log_p))
     return at_q, at_p

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from composer_core.divergences import Divergence
 from composer_core.loss.checks import check_chunk, check_logits, check_sampled_ids, check_single_backward, check_weight
-from composer_core.loss.head import Buffers, accumulation_dtype, chunk_size
+from composer_core.loss.head import Buffers, accumulation_dtype, chunk_size, split
+from composer_core.loss.part import Asked
 from composer_core.loss.tiles import Tile, clipped, tile_divergence
 
 
@@ -73,13 +74,11 @@ class _Sides:
         if self.spec.taid == 0:
             return
         buffers = Buffers(self.student.shape[1], weight.dtype, self.student.device)
-        for at in torch.split(weight.nonzero().flatten(), self.chunk):
+        for at in split(weight.nonzero().flatten(), self.chunk):
             student, teacher = self._logits("student", at, buffers), self._logits("teacher", at, buffers)
             ids = None if self.sampled_ids is None else self.sampled_ids[at]
-            tile = tile_divergence(
-                student, teacher, self.spec, sampled_ids=ids, buffers=buffers, grad=grad, finite=False
-            )
-            yield at, tile, student
+            asked = Asked(self.spec, ids, gap=False, grad=grad, finite=False)
+            yield at, tile_divergence(student, teacher, asked, buffers), student
 
     def _logits(self, side: str, at: Tensor, buffers: Buffers) -> Tensor:
         logits = self.student if side == "student" else self.teacher

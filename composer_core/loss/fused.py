@@ -22,7 +22,8 @@ from composer_core.loss.checks import (
     check_single_backward,
     check_weight,
 )
-from composer_core.loss.head import Buffers, Head, HeadGrads, accumulation_dtype, chunk_size
+from composer_core.loss.head import Buffers, Head, HeadGrads, accumulation_dtype, chunk_size, split
+from composer_core.loss.part import Asked
 from composer_core.loss.tiles import clipped, tile_divergence
 
 
@@ -42,6 +43,7 @@ def fused_linear_divergence(
     teacher_logit_scale: float = 1.0,
     teacher_softcap: float | None = None,
     chunk: int | None = None,
+    sampled_gap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum over tokens of `divergence.divergence`, a scalar, and its values per token, (K,).
 
@@ -59,14 +61,17 @@ def fused_linear_divergence(
         teacher_weight: (V, H_t); it may be the student's own.
         spec: kind, support, target, gate and clip.
         weight: (K,), taken as constants; None is 1 for all.
-        sampled_ids: (K,) int64, for the sampled support.
+        sampled_ids: (K,) int64, for the sampled support or `sampled_gap`.
         student_bias: (V,).
         teacher_bias: (V,).
         logit_scale: multiplies the student's logits.
         softcap: bounds the student's logits.
         teacher_logit_scale: multiplies the teacher's; a self-teacher's must be given too.
         teacher_softcap: bounds the teacher's; likewise.
-        chunk: tokens at a time; None lets four float32 (chunk, V) buffers have 128 MB, with 64 to 256 tokens.
+        chunk: tokens at a time, a quarter more where that saves a small last part; None lets two float32 (chunk, V)
+            buffers have 128 MB, with 64 to 256 tokens.
+        sampled_gap: (K,), overwritten with log q - log p of `sampled_ids` at this temperature, p the teacher itself
+            also under TAID; 0 where the weight is. Both log-probs are there anyway, so it costs nothing.
 
     Raises:
         ValueError: shapes do not fit, or a number is out of range.
@@ -79,7 +84,7 @@ def fused_linear_divergence(
             f"teacher_hidden {tuple(teacher_hidden.shape)} and teacher_weight {tuple(teacher_weight.shape)} must have "
             f"the student's {tokens} tokens and {vocab} vocabulary entries"
         )
-    check_sampled_ids(sampled_ids, spec, tokens=tokens, vocab=vocab)
+    check_sampled_ids(sampled_ids, spec, tokens=tokens, vocab=vocab, gap=sampled_gap)
     check_chunk(chunk)
     problem = _Problem(
         teacher_hidden.detach(),
@@ -95,6 +100,7 @@ def fused_linear_divergence(
         accumulation_dtype(student_hidden, student_weight, teacher_hidden, teacher_weight),
         logit_scale,
         softcap,
+        sampled_gap,
         grad=torch.is_grad_enabled(),
     )
     if weight is None:
@@ -118,6 +124,7 @@ class _Problem:
     dtype: torch.dtype
     logit_scale: float
     softcap: float | None
+    sampled_gap: Tensor | None
     grad: bool
 
 
@@ -133,7 +140,7 @@ class _Fused(torch.autograd.Function):
         grads = None
         if problem.grad and any(ctx.needs):
             grads = HeadGrads.zeros(hidden, head, needs=ctx.needs, dtype=problem.dtype)
-        values = _all_chunks(hidden, head, weight, problem, grads)
+        values = _all_chunks(hidden, head, weight, problem, grads, gap=problem.sampled_gap)
         ctx.save_for_backward(hidden, head_weight, bias, weight)
         ctx.problem, ctx.grads = problem, grads
         ctx.set_materialize_grads(False)
@@ -169,17 +176,27 @@ def _row_gradient(weight: Tensor, loss: Tensor | None, values: Tensor | None) ->
     return wanted, scale if torch.allclose(wanted, weight * scale, rtol=1e-6, atol=0) else None
 
 
-def _all_chunks(hidden: Tensor, head: Head, weight: Tensor, problem: _Problem, grads: HeadGrads | None) -> Tensor:
-    """Values per token, (K,), 0 where the weight is; adds weight x gradient of each to `grads`."""
+def _all_chunks(
+    hidden: Tensor,
+    head: Head,
+    weight: Tensor,
+    problem: _Problem,
+    grads: HeadGrads | None,
+    *,
+    gap: Tensor | None = None,
+) -> Tensor:
+    """Values per token, (K,), 0 where the weight is; adds weight x gradient of each to `grads`, and fills `gap`."""
     spec, temperature = problem.spec, problem.spec.temperature
     values = torch.zeros(hidden.shape[0], dtype=problem.dtype, device=hidden.device)
+    if gap is not None:
+        gap.zero_()
     if spec.taid == 0:
         return values
     buffers = Buffers(head.vocab, problem.dtype, hidden.device)
     finite = head.bias is None and problem.teacher.bias is None  # a bias of -inf takes entries out of the vocabulary
     # full precision inside autocast too: the products' dtypes are chosen in `head.py`
     with torch.autocast(hidden.device.type, enabled=False):
-        for at in torch.split(weight.nonzero().flatten(), problem.chunk):
+        for at in split(weight.nonzero().flatten(), problem.chunk):
             student, teacher = buffers.get("student", len(at)), buffers.get("teacher", len(at))
             rows = hidden[at]
             head.project(rows, student, temperature=temperature)
@@ -188,9 +205,10 @@ def _all_chunks(hidden: Tensor, head: Head, weight: Tensor, problem: _Problem, g
             if grads is not None and head.softcap is not None:
                 slope = buffers.get("slope", len(at)).copy_(student)
             ids = None if problem.sampled_ids is None else problem.sampled_ids[at]
-            tile = tile_divergence(
-                student, teacher, spec, sampled_ids=ids, buffers=buffers, grad=grads is not None, finite=finite
-            )
+            asked = Asked(spec, ids, gap=gap is not None, grad=grads is not None, finite=finite)
+            tile = tile_divergence(student, teacher, asked, buffers)
+            if gap is not None and tile.gap is not None:
+                gap[at] = tile.gap.to(gap.dtype)
             values[at], row = clipped(tile, weight[at], spec)
             if grads is not None:
                 row = row * head.unscale(student, slope, temperature=temperature)

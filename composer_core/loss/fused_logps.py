@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from composer_core.loss.checks import check_chunk, check_ids, check_projection, check_single_backward
-from composer_core.loss.head import Buffers, Head, HeadGrads, accumulation_dtype, chunk_size
+from composer_core.loss.head import Buffers, Head, HeadGrads, accumulation_dtype, chunk_size, split
 
 _KEPT_BYTES = 128 * 2**20
 """What the kept log-probs may take together, whatever the number of tokens."""
@@ -104,7 +104,8 @@ class _FusedLogps(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         head = Head(weight, bias, settings.logit_scale, settings.softcap)
         needs = ctx.needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        frozen, trained = settings.grad and needs == (True, False, False), settings.grad and (needs[1] or needs[2])
+        frozen = settings.grad and needs == (True, False, False)
+        keeps = settings.grad and (needs[1] or needs[2]) and head.softcap is None
         unit = HeadGrads.zeros(hidden, head, needs=needs, dtype=settings.dtype) if frozen else None
         logps = torch.zeros(hidden.shape[0], dtype=settings.dtype, device=hidden.device)
         entropies = torch.zeros_like(logps)
@@ -118,7 +119,9 @@ class _FusedLogps(torch.autograd.Function):
                     entropies[chunk.at] = _entropy(chunk.log_q, buffers.get("spare", len(chunk.at)))
                 if unit is not None:
                     _add(unit, chunk, head, settings, logps.new_ones(len(chunk.at)))
-                elif trained and head.softcap is None and _room(kept, chunk.log_q):
+                elif keeps and (
+                    keeps := _room(kept, chunk.log_q)
+                ):  # none after one that was not: they must be the first
                     kept.append(chunk.log_q)
                     buffers.give_up("logits")
         ctx.save_for_backward(hidden, weight, bias)
@@ -142,8 +145,9 @@ class _FusedLogps(torch.autograd.Function):
         with _full_precision(hidden):
             start = 0
             while kept:
-                chunk = _kept_chunk(kept.pop(0), hidden, tokens, start=start)
-                start += settings.chunk
+                log_q = kept.pop(0)
+                chunk = _kept_chunk(log_q, hidden, tokens, start=start)
+                start += len(log_q)
                 _add(grads, chunk, head, settings, grad_logps[chunk.at])
             for chunk in _chunks(hidden, head, settings, buffers, tokens[tokens >= start], grad=True):
                 _add(grads, chunk, head, settings, grad_logps[chunk.at])
@@ -163,7 +167,7 @@ def _kept_chunk(log_q: Tensor, hidden: Tensor, tokens: Tensor, *, start: int) ->
 def _chunks(
     hidden: Tensor, head: Head, settings: _Settings, buffers: Buffers, tokens: Tensor, *, grad: bool
 ) -> Iterator[_Chunk]:
-    for at in torch.split(tokens, settings.chunk):
+    for at in split(tokens, settings.chunk):
         logits, rows = buffers.get("logits", len(at)), hidden[at]
         head.project(rows, logits, temperature=settings.temperature)
         slope = buffers.get("slope", len(at)).copy_(logits) if grad and head.softcap is not None else None

@@ -7,6 +7,7 @@ Letters: n tokens of a chunk, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +25,14 @@ _BLOCK_ROWS = 4096
 def chunk_size(vocab: int) -> int:
     """Tokens per chunk for a vocabulary of that size."""
     return min(max(_CHUNK_BYTES // (8 * vocab), _LEAST_CHUNK), _LARGEST_CHUNK)
+
+
+def split(tokens: Tensor, chunk: int) -> tuple[Tensor, ...]:
+    """Token indices in about equal parts of at most a quarter more than `chunk`.
+
+    A small last part would cost nearly as much as a whole one: a product reads the head once, however few its rows.
+    """
+    return torch.tensor_split(tokens, max(math.ceil(len(tokens) / (1.25 * chunk)), 1))
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from composer_core.loss.clip import MAX_LOG_RATIO
+from composer_core.loss.clip import bounded
 from composer_core.loss.presets import Estimator
 from composer_core.loss.reduce import check_shapes
 
@@ -25,7 +25,7 @@ def k1(logps: Tensor, ref_logps: Tensor) -> Tensor:
 
 def k2(logps: Tensor, ref_logps: Tensor) -> Tensor:
     """d^2 / 2, any shape. Biased in value; its gradient d grad log pi is that of KL(pi || ref) on policy."""
-    return _gap(logps, ref_logps).square() / 2
+    return _k2(_gap(logps, ref_logps))
 
 
 def k3(logps: Tensor, ref_logps: Tensor, *, cap: float | None = None) -> Tensor:
@@ -34,8 +34,7 @@ def k3(logps: Tensor, ref_logps: Tensor, *, cap: float | None = None) -> Tensor:
     `cap` bounds the value as verl does (10); beyond it the gradient is 0, so a token that drifted far is not pulled
     back any more.
     """
-    gap = _gap(logps, ref_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    value = (-gap).exp() + gap - 1
+    value = _k3(_gap(logps, ref_logps))
     return value if cap is None else value.clamp(-cap, cap)
 
 
@@ -45,12 +44,31 @@ def k3_straight_through(logps: Tensor, ref_logps: Tensor, *, cap: float | None =
     return right_gradient + (k3(logps, ref_logps, cap=cap) - right_gradient).detach()
 
 
-ESTIMATORS: Mapping[Estimator, Callable[[Tensor, Tensor], Tensor]] = {
-    "k1": k1,
-    "k2": k2,
-    "k3": k3,
-    "k3-straight-through": k3_straight_through,
+def _k1(gap: Tensor) -> Tensor:
+    return gap
+
+
+def _k2(gap: Tensor) -> Tensor:
+    return gap.square() / 2
+
+
+def _k3(gap: Tensor) -> Tensor:
+    gap = bounded(gap)
+    return (-gap).exp() + gap - 1
+
+
+def _k3_straight_through(gap: Tensor) -> Tensor:
+    right_gradient = _k2(gap)
+    return right_gradient + (_k3(gap) - right_gradient).detach()
+
+
+ESTIMATORS: Mapping[Estimator, Callable[[Tensor], Tensor]] = {
+    "k1": _k1,
+    "k2": _k2,
+    "k3": _k3,
+    "k3-straight-through": _k3_straight_through,
 }
+"""Each as a function of d itself, for whoever has subtracted and selected already."""
 
 
 def _gap(logps: Tensor, ref_logps: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from composer_core.batch import Batch
 from composer_core.errors import RunFailed
+from composer_core.loss.checks import check_ids
 from composer_core.loss.reduce import COUNT_OF, masked_sum
 from composer_core.protocols import Aggregation, PolicyView, Term
 
@@ -23,10 +24,11 @@ def smoothed_cross_entropy(logits: Tensor, ids: Tensor, *, label_smoothing: floa
     Szegedy et al. 2015 (1512.00567). A vocabulary entry at -inf (a banned token) makes the mean infinite, as it must.
 
     Raises:
-        ValueError: the shapes do not fit, or label_smoothing lies outside [0, 1).
+        ValueError: the shapes do not fit, an id is outside of the vocabulary, or label_smoothing lies outside [0, 1).
     """
     if logits.dim() != 2 or ids.shape != logits.shape[:1]:
         raise ValueError(f"logits {tuple(logits.shape)} and ids {tuple(ids.shape)} must be (N, V) and (N,)")
+    check_ids("ids", ids, tokens=len(logits), vocab=logits.shape[1])
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from composer_core.batch import Hints, Seqs
-from composer_core.divergences import Divergence
+from composer_core.divergences import Divergence, Support
 from composer_core.loss.divergence import divergence
 from composer_core.loss.fused import fused_linear_divergence
 from composer_core.loss.fused_logps import fused_logps
-from composer_core.loss.head import Head
-from composer_core.loss.reduce import select
+from composer_core.loss.head import Head, accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -65,16 +64,24 @@ class Outputs:
 
 
 def divergence_between(
-    student: Outputs, teacher: Outputs, hints: Hints, spec: Divergence, *, rows: Tensor, sampled_ids: Tensor | None
-) -> Tensor:
+    student: Outputs, teacher: Outputs, hints: Hints, spec: Divergence, *, rows: Tensor, ids: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Divergence per hint token, (K,), 0 where the weight is; from hidden states where both sides have a head.
 
-    `rows` are the student's, `student.rows(hints.student)`.
+    Beside it log q - log p of the tokens themselves, (K,), 0 likewise and without gradient, where that was to be had
+    for nothing; else None. `rows` are the student's, `student.rows(hints.student)`, and `ids` the tokens, (K,).
     """
     taught, mine, theirs = teacher.rows(hints.teacher), student.head, teacher.head
+    sampled = spec.support is Support.SAMPLED
     if mine is None or theirs is None:
-        values = divergence(_logits(rows, mine), _logits(taught, theirs), spec, sampled_ids=sampled_ids)
-        return select(values, hints.weight != 0)
+        # filler is left out before anything is computed: a NaN there would reach the gradient through the softmax
+        real = hints.weight.nonzero().flatten()
+        logits = _logits(rows[real], mine), _logits(taught[real], theirs)
+        values = divergence(*logits, spec, sampled_ids=ids[real] if sampled else None)
+        return values.new_zeros(len(ids)).index_put((real,), values), None
+    gap = None
+    if not sampled and spec.taid != 0:
+        gap = torch.empty(len(ids), dtype=accumulation_dtype(rows, mine.weight), device=rows.device)
     _, values = fused_linear_divergence(
         rows,
         mine.weight,
@@ -82,15 +89,16 @@ def divergence_between(
         theirs.weight,
         spec,
         weight=hints.weight,
-        sampled_ids=sampled_ids,
+        sampled_ids=ids if sampled or gap is not None else None,
         student_bias=mine.bias,
         teacher_bias=theirs.bias,
         logit_scale=mine.logit_scale,
         softcap=mine.softcap,
         teacher_logit_scale=theirs.logit_scale,
         teacher_softcap=theirs.softcap,
+        sampled_gap=gap,
     )
-    return values
+    return values, gap
 
 
 def _logits(rows: Tensor, head: Head | None) -> Tensor:

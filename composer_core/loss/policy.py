@@ -30,9 +30,9 @@ from composer_core.loss.reduce import (
     aggregate_selected,
     check_shapes,
     global_count,
-    masked_sum,
-    segment_mean,
+    segment_mean_selected,
     select,
+    spread,
 )
 from composer_core.loss.shaping import length_cost, overlong_penalty
 from composer_core.protocols import Aggregation, PolicyView, Term
@@ -47,6 +47,12 @@ class KlTerm:
     corrected: bool = True
     """Times the importance ratio with its gradient: the unbiased estimate off policy, as TRL 1.16 does by default.
     Older TRL, verl and most papers leave it out; on policy the value is the same."""
+
+    def __post_init__(self) -> None:
+        if not self.coef >= 0:
+            raise ValueError(f"coef must be >= 0, got {self.coef}")
+        if self.estimator not in ESTIMATORS:
+            raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {self.estimator!r}")
 
 
 def policy_loss(
@@ -81,11 +87,12 @@ def policy_loss(
         per_token = per_token * select(weights, mask).detach()
     sums = {name: flags.count_nonzero().to(per_token.dtype) for name, flags in indicators.items()}
     if kl is not None and rollouts.ref_logps is not None:
-        # the gap is selected, not both log-probs: one pass less, forward and backward
-        gap = select(wide(logps) - rollouts.ref_logps.detach(), mask)
-        drift = ESTIMATORS[kl.estimator](gap, torch.zeros_like(gap))
+        # log pi - log ref by way of the ratio, which is selected already: one pass less, forward and backward
+        old = (logps if rollouts.old_logps is None else rollouts.old_logps).detach()
+        gap = tokens.log_ratio + select(wide(old) - rollouts.ref_logps.detach(), mask)
+        drift = ESTIMATORS[kl.estimator](gap)
         drift = drift * tokens.ratio if kl.corrected else drift
-        per_token = per_token + kl.coef * drift
+        per_token = torch.add(per_token, drift, alpha=kl.coef)
         sums["kl"] = drift.detach().sum()
     # rules and estimators give 0 where everything they read was made 0: nothing is left to select
     return aggregate_selected(per_token, mask, rollouts.seqs, how=aggregation), sums
@@ -229,7 +236,7 @@ def _check(logps: Tensor, rollouts: Rollouts, *, weights: Tensor | None, kl: KlT
 
 def _k1_sum(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
     """The KL that entered through the reward, for the log."""
-    return masked_sum(ESTIMATORS["k1"](select(logps, mask), select(ref_logps, mask)).detach(), mask)
+    return ESTIMATORS["k1"](select(logps - ref_logps, mask)).detach().sum()
 
 
 def _tokens(logps: Tensor, rollouts: Rollouts, *, level: Ratio) -> Tokens:
@@ -238,7 +245,7 @@ def _tokens(logps: Tensor, rollouts: Rollouts, *, level: Ratio) -> Tokens:
     old = logps if rollouts.old_logps is None else rollouts.old_logps
     log_ratio = levelled = select(wide(logps) - old.detach(), mask)
     if level != "token":
-        levelled = segment_mean(log_ratio, mask, seqs)[seqs.owner]
+        levelled = spread(segment_mean_selected(log_ratio, mask, seqs), seqs)
     if level == "sequence-token":
         # the sequence's value, the token's gradient: r_seq x pi / sg(pi)
         levelled = levelled.detach() + (log_ratio - log_ratio.detach())

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from composer_core.batch import Seqs
+from composer_core.loss.checks import check_mask
 from composer_core.loss.reduce import check_shapes, segment_sum, select
 
 LOGP_CEILING = -1e-7
@@ -43,6 +44,8 @@ class PairLogps:
     def __post_init__(self) -> None:
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "drift"}
         check_shapes("one entry per pair", **{name: value for name, value in given.items() if value is not None})
+        if self.drift is not None and self.drift.dim():
+            raise ValueError(f"drift {tuple(self.drift.shape)} must be a scalar: it is that of all pairs")
 
     @property
     def chosen_ratio(self) -> Tensor:
@@ -287,11 +290,12 @@ def avg_sequence_logprob(model_logprobs: Tensor, response_mask: Tensor) -> Tenso
     without an answer gives 0, joined to the graph: drop its pair.
 
     Raises:
-        ValueError: the shapes differ, or are not (B, T).
+        ValueError: the shapes differ, or are not (B, T), or the mask is none.
     """
     check_shapes("(B, T), one entry per token", model_logprobs=model_logprobs, response_mask=response_mask)
     if model_logprobs.dim() != 2:
         raise ValueError(f"model_logprobs must be (B, T), got {tuple(model_logprobs.shape)}")
+    check_mask("response_mask", response_mask)
     mask = response_mask.bool()
     return select(model_logprobs, mask).sum(-1) / mask.sum(-1).clamp(min=1)
 

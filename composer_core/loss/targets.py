@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from composer_core.divergences import SoftGate
+from composer_core.loss.checks import check_mask
 from composer_core.loss.distributions import entropy, floored, log_probs, wide
 
 
@@ -61,11 +62,12 @@ def taid_loss(
         t: in [0, 1].
 
     Raises:
-        ValueError: shapes differ, or t is not in [0, 1].
+        ValueError: shapes differ, the mask is none, or t is not in [0, 1].
     """
     if mask is not None:
         _check_same_shape("mask", mask, "student_logits without the vocabulary", student_logits[..., 0])
         _check_same_shape("teacher_logits", teacher_logits, "student_logits", student_logits)
+        check_mask("mask", mask)
         # only these are computed: what the others hold reaches neither value nor gradient
         student_logits, teacher_logits = student_logits[mask.bool()], teacher_logits[mask.bool()]
     target = taid_target(student_logits, teacher_logits, t=float(t))

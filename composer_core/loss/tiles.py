@@ -2,8 +2,8 @@
 
 The same numbers as `divergence.py`, which is the definition: here every gradient is written out, because autograd
 would keep a tensor of this size for each step. Full sums are worked by hand; what needs a few entries per token only
-(top-k, the sampled token, the paper's gate) goes through autograd on those. To add a kind, write its function and
-name it in `_full`. Letters: n tokens of the chunk, V vocabulary; q student, p target.
+(top-k, the sampled token, the paper's gate) goes through autograd on those. `part.py` makes logits ready. To add a
+kind, write its function and name it in `_full`. Letters: n tokens of the chunk, V vocabulary; q student, p target.
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ import torch
 from torch import Tensor
 
 from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate
-from composer_core.loss.distributions import LOGP_FLOOR
 from composer_core.loss.divergence import on_entries
 from composer_core.loss.head import Buffers
+from composer_core.loss.part import Asked, Part, prepare, rows_at_once
 from composer_core.loss.targets import soft_weight
-from composer_core.loss.topk import Entries, entries_of, is_full, restricted, truncated_kl
-
-_CACHE_BYTES = 2**21
-"""Size of one buffer's rows that are worked on together, of up to four. Smaller ones stay in the cache more surely, but
-wake the threads so often that a machine with other work to do spends its time there."""
+from composer_core.loss.topk import is_full, restricted, truncated_kl
 
 
 @dataclass(frozen=True)
@@ -35,31 +31,25 @@ class Tile:
     """(n,)"""
     scale: float
     """The student's buffer now holds, (n, V), the gradient by logits / temperature without this factor."""
+    gap: Tensor | None = None
+    """(n,) log q - log p of the sampled tokens, where asked for."""
 
 
-def tile_divergence(
-    student: Tensor,
-    teacher: Tensor,
-    spec: Divergence,
-    *,
-    sampled_ids: Tensor | None,
-    buffers: Buffers,
-    grad: bool,
-    finite: bool,
-) -> Tile:
+def tile_divergence(student: Tensor, teacher: Tensor, asked: Asked, buffers: Buffers) -> Tile:
     """Divergence per token, before the clip, of (n, V) logits already divided by the temperature.
 
-    Both are used up; with `grad` the student's then holds the gradient. `finite` promises that no logit is -inf, which
-    saves looking. `spec.taid` must not be 0, where there is nothing to compute.
+    Both are used up; with `asked.grad` the student's then holds the gradient.
     """
     values = torch.empty_like(student[:, 0])
-    step = _rows_at_once(student)
+    gap = torch.empty_like(values) if asked.gap else None
+    step = rows_at_once(student)
     for start in range(0, len(student), step):
         rows = slice(start, start + step)
-        ids = None if sampled_ids is None else sampled_ids[rows]
-        part = _prepare(student[rows], teacher[rows], spec, sampled_ids=ids, buffers=buffers, grad=grad, finite=finite)
+        part = prepare(student[rows], teacher[rows], asked.rows(rows), buffers)
         values[rows] = _divergence(part)
-    return Tile(values, scale=spec.beta - 1 if _is_full_jsd(spec, student.shape[1]) else 1.0)
+        if gap is not None and part.gap is not None:
+            gap[rows] = part.gap
+    return Tile(values, scale=asked.spec.beta - 1 if _is_full_jsd(asked.spec, student.shape[1]) else 1.0, gap=gap)
 
 
 def clipped(tile: Tile, weight: Tensor, spec: Divergence) -> tuple[Tensor, Tensor]:
@@ -70,65 +60,7 @@ def clipped(tile: Tile, weight: Tensor, spec: Divergence) -> tuple[Tensor, Tenso
     return tile.value.clamp(max=spec.clip), torch.where(tile.value > spec.clip, 0, row)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Some rows of a chunk."""
-
-    log_q: Tensor
-    """(n, V), the student's buffer, which ends as the gradient."""
-    log_p: Tensor
-    """(n, V), the teacher's buffer; free to use up."""
-    excluded: Tensor | None
-    """(n, V) bool: entries the student gives no mass at all; None where there are none, as nearly always."""
-    spec: Divergence
-    h_teacher: Tensor
-    """(n,), 0 without a gate."""
-    chosen: Entries | None
-    """The support; None when it is full."""
-    likeliest: Tensor | None
-    """(n, k) ids of the paper's gate."""
-    buffers: Buffers
-    grad: bool
-
-    def spare(self, name: str) -> Tensor:
-        """An (n, V) buffer."""
-        return self.buffers.get(name, len(self.log_q))
-
-
-def _prepare(
-    student: Tensor,
-    teacher: Tensor,
-    spec: Divergence,
-    *,
-    sampled_ids: Tensor | None,
-    buffers: Buffers,
-    grad: bool,
-    finite: bool,
-) -> _Part:
-    h_teacher = student.new_zeros(len(student))
-    mixed = spec.taid is not None and spec.taid < 1
-    if spec.taid is not None and mixed:
-        if spec.gate is not None:
-            alone = _log_softmax(buffers.get("s", len(teacher)).copy_(teacher))
-            h_teacher = _entropy(alone, buffers, finite=finite)
-        # logits, not log-probs: those have lost what is small beside the largest
-        teacher.mul_(spec.taid).add_(student, alpha=1 - spec.taid)
-    log_q, log_p = _log_softmax(student), _log_softmax(teacher)
-    if spec.gate is not None and not mixed:
-        h_teacher = _entropy(log_p, buffers, finite=finite)
-    # ranked before the floor, which lifts what is excluded above what is merely unlikely
-    full = is_full(spec, log_q.shape[1])
-    chosen = None if full else entries_of(log_q, log_p, spec, sampled_ids=sampled_ids)
-    likeliest = None
-    if isinstance(spec.gate, PaperGate):
-        likeliest = log_p.topk(min(spec.gate.k, log_p.shape[1]), dim=-1).indices
-    if not finite:
-        _floor(log_p)
-    excluded = None if finite else _floor(log_q)
-    return _Part(log_q, log_p, excluded, spec, h_teacher, chosen, likeliest, buffers, grad)
-
-
-def _divergence(part: _Part) -> Tensor:
+def _divergence(part: Part) -> Tensor:
     """(n,); with a gradient it is left in `part.log_q`."""
     few = list(_few_entries(part))
     pull = part.h_teacher.new_zeros(len(part.log_q))
@@ -154,7 +86,7 @@ def _divergence(part: _Part) -> Tensor:
 # With g = dL/d log q, the gradient by the logits is g - q sum(g). Entries without mass have g = 0.
 
 
-def _full(spec: Divergence) -> Callable[[_Part, Tensor], Tensor]:
+def _full(spec: Divergence) -> Callable[[Part, Tensor], Tensor]:
     """The form that gives the value, (n,), and turns log q into the gradient, less q x `pull`, (n,)."""
     if isinstance(spec.gate, SoftGate):
         return _soft_mix
@@ -167,7 +99,7 @@ def _is_full_jsd(spec: Divergence, vocab: int) -> bool:
     return spec.kind is DivergenceKind.JSD and is_full(spec, vocab)
 
 
-def _kl_teacher_student(part: _Part, _: Tensor) -> Tensor:
+def _kl_teacher_student(part: Part, _: Tensor) -> Tensor:
     """Sum p (log p - log q); gradient q - p."""
     p = torch.exp(part.log_p, out=part.spare("p"))
     value = part.log_p.sub_(part.log_q).mul_(p).sum(-1)
@@ -176,7 +108,7 @@ def _kl_teacher_student(part: _Part, _: Tensor) -> Tensor:
     return value
 
 
-def _kl_student_teacher(part: _Part, pull: Tensor) -> Tensor:
+def _kl_student_teacher(part: Part, pull: Tensor) -> Tensor:
     """Sum q (log q - log p); gradient q (log q - log p - value)."""
     terms = torch.sub(part.log_q, part.log_p, out=part.log_p)
     q = part.log_q.exp_()
@@ -186,7 +118,7 @@ def _kl_student_teacher(part: _Part, pull: Tensor) -> Tensor:
     return value
 
 
-def _jsd(part: _Part, _: Tensor) -> Tensor:
+def _jsd(part: Part, _: Tensor) -> Tensor:
     """With s = log m - log q - log beta = log(p / q + (1 - beta) / beta), taken in log space:
 
     log p - log m = log p - log q - s - log beta and log q - log m = -s - log beta, so the value is
@@ -207,7 +139,7 @@ def _jsd(part: _Part, _: Tensor) -> Tensor:
     return beta * toward_p - (1 - beta) * mean_s - math.log(beta)
 
 
-def _soft_mix(part: _Part, _: Tensor) -> Tensor:
+def _soft_mix(part: Part, _: Tensor) -> Tensor:
     """The soft gate: w KL(p || q) + (1 - w) KL(q || p), and the two gradients above."""
     assert isinstance(part.spec.gate, SoftGate)  # chosen for it
     share = soft_weight(part.h_teacher, part.spec.gate, vocab=part.log_q.shape[1])
@@ -243,7 +175,7 @@ class _Few:
     """(n, k): d value / d log q at the ids; None without gradient."""
 
 
-def _few_entries(part: _Part) -> Iterator[_Few]:
+def _few_entries(part: Part) -> Iterator[_Few]:
     spec, gate, chosen = part.spec, part.spec.gate, part.chosen
     if chosen is not None:
         valid = chosen.valid
@@ -258,7 +190,7 @@ def _few_entries(part: _Part) -> Iterator[_Few]:
         yield _differentiate(lambda at_q, at_p: weight * truncated_kl(at_q, at_p), part, part.likeliest)
 
 
-def _differentiate(form: Callable[[Tensor, Tensor], Tensor], part: _Part, ids: Tensor) -> _Few:
+def _differentiate(form: Callable[[Tensor, Tensor], Tensor], part: Part, ids: Tensor) -> _Few:
     at_q, at_p = part.log_q.gather(-1, ids), part.log_p.gather(-1, ids)
     if not part.grad:
         return _Few(form(at_q, at_p), ids, None)
@@ -269,34 +201,3 @@ def _differentiate(form: Callable[[Tensor, Tensor], Tensor], part: _Part, ids: T
     if part.excluded is not None:
         slope = slope.masked_fill(part.excluded.gather(-1, ids), 0)
     return _Few(value.detach(), ids, slope)
-
-
-# -- in place ----------------------------------------------------------------------------------------------------------
-
-
-def _rows_at_once(logits: Tensor) -> int:
-    """Rows whose buffers stay in a core's cache through all sweeps; a GPU wants the whole chunk in each kernel."""
-    if logits.is_cuda or not logits.numel():
-        return max(len(logits), 1)
-    return max(_CACHE_BYTES // (logits.shape[1] * logits.element_size()), 1)
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    return torch.log_softmax(logits, -1, out=logits)
-
-
-def _floor(log_p: Tensor) -> Tensor | None:
-    """Put `LOGP_FLOOR` in the place of -inf; returns where, or None: one read instead of a mask for nothing."""
-    if log_p.amin() > -torch.inf:
-        return None
-    excluded = log_p == -torch.inf
-    log_p.masked_fill_(excluded, LOGP_FLOOR)
-    return excluded
-
-
-def _entropy(log_p: Tensor, buffers: Buffers, *, finite: bool) -> Tensor:
-    """(n,) in nats; `log_p` stays as it is."""
-    terms = torch.exp(log_p, out=buffers.get("p", len(log_p))).mul_(log_p)
-    if not finite:
-        terms.masked_fill_(log_p == -torch.inf, 0)  # 0 x -inf
-    return -terms.sum(-1)

@@ -21,7 +21,7 @@ from composer_core.errors import RunFailed
 from composer_core.loss.distributions import sampled_kl
 from composer_core.loss.heads import take_apart
 from composer_core.loss.outputs import Outputs, divergence_between
-from composer_core.loss.reduce import select
+from composer_core.loss.reduce import check_shapes, select
 from composer_core.loss.teachers import Teacher
 from composer_core.protocols import Model, Need
 
@@ -30,8 +30,10 @@ class ModelView:
     """A Hugging Face causal LM (anything called with ids and mask that returns `.logits`) seen by losses.
 
     Make one per micro-batch: the policy's forward with gradient runs once for the same `Seqs` object and its outputs
-    are kept as long as the view lives, so a loss from it can be backpropagated once. Models of a known type are taken
-    apart (`heads.py`) and never hold logits of all tokens; others are computed from their logits, with a warning.
+    are kept as long as the view lives, so a loss from it can be backpropagated once. Without gradient, a plain sampled
+    divergence of the same `Hints` object costs nothing after another one at the same temperature. Models of a known
+    type are taken apart (`heads.py`) and never hold logits of all tokens; others are computed from their logits, with a
+    warning.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class ModelView:
         # the Seqs are kept beside their outputs: identity is only a key while the object lives
         self._forwards: list[tuple[Seqs, Model, bool, Outputs]] = []
         self._logps: list[tuple[Seqs, Model, bool, float, Tensor]] = []
+        self._gaps: list[tuple[Hints, Model, float, Tensor]] = []
+        self._joined: list[tuple[Seqs, ...]] = []
         self.anchors: list[Tensor] = []
         """See `watch.Anchored`."""
         if known is not None:
@@ -66,15 +70,22 @@ class ModelView:
             if known.logps is not None:
                 self._logps.append((known.outputs.seqs, "policy", True, known.temperature, known.logps))
 
+    def join(self, *seqs: Seqs) -> None:
+        """See `watch.Joins`: all are padded to the longest, so join what is of a length."""
+        self._joined.append(seqs)
+
     def logps(self, seqs: Seqs, *, model: Model = "policy", grad: bool, temperature: float) -> Tensor:
         """See `protocols.PolicyView`: (N,), in at least float32.
 
         Raises:
             RunFailed: the view has no such model.
+            ValueError: `seqs.scored` does not have one entry per token.
         """
         for known, known_model, known_grad, known_temperature, logps in self._logps:
             if known is seqs and (known_model, known_grad, known_temperature) == (model, grad, temperature):
                 return logps
+        if seqs.scored is not None:
+            check_shapes("one entry per token", ids=seqs.ids, scored=seqs.scored)
         with self._grad_mode(model, grad=grad):
             outputs = self._outputs(seqs, model=model, grad=grad)
             at = (~seqs.first if seqs.scored is None else seqs.scored & ~seqs.first).nonzero().flatten()
@@ -93,6 +104,8 @@ class ModelView:
         Raises:
             RunFailed: the view has no rollouts, or student and teacher tokens are not the same.
         """
+        if (known := self._known_gap(hints, spec, teacher)) is not None:
+            return known
         rollouts = _given(self._rollouts)
         _check_same_tokens(hints, rollouts)
         student = self._outputs(rollouts, model="policy", grad=True)
@@ -100,8 +113,18 @@ class ModelView:
             taught = self._outputs(hints.seqs, model=teacher, grad=False)
         rows = student.rows(hints.student)
         self.anchors.append(rows)
-        ids = rollouts.ids[hints.student] if spec.support is Support.SAMPLED else None
-        return divergence_between(student, taught, hints, spec, rows=rows, sampled_ids=ids)
+        ids = rollouts.ids[hints.student]
+        values, gap = divergence_between(student, taught, hints, spec, rows=rows, ids=ids)
+        if gap is not None:
+            self._gaps.append((hints, teacher, spec.temperature, gap))
+        return values
+
+    def _known_gap(self, hints: Hints, spec: Divergence, teacher: Model) -> Tensor | None:
+        """The values of a sampled divergence as an earlier one of the same hints left them behind, (K,)."""
+        if torch.is_grad_enabled() or spec.support is not Support.SAMPLED or spec.taid is not None or spec.gate:
+            return None
+        asked = (teacher, spec.temperature)
+        return next((gap for known, *given, gap in self._gaps if known is hints and tuple(given) == asked), None)
 
     def logits(self, seqs: Seqs, at: Tensor, *, model: Model = "policy", grad: bool, temperature: float) -> Tensor:
         """See `protocols.PolicyView`: (len(at), V), divided by the temperature, in at least float32."""
@@ -113,10 +136,13 @@ class ModelView:
         for known, known_model, known_grad, outputs in self._forwards:
             if known is seqs and (known_model, known_grad) == (model, grad):
                 return outputs
-        outputs = self._forward(self._network(model), seqs, grad=grad)
-        if grad or outputs.head is not None:  # logits without gradient would be kept for nothing
-            self._forwards.append((seqs, model, grad, outputs))
-        return outputs
+        network = self._network(model)
+        if not grad and take_apart(network) is None:  # its logits would be kept for nothing
+            return self._forward(network, [seqs], grad=False)[0]
+        together = next((joined for joined in self._joined if any(part is seqs for part in joined)), (seqs,))
+        read = self._forward(network, together, grad=grad)
+        self._forwards += [(outputs.seqs, model, grad, outputs) for outputs in read]
+        return next(outputs for outputs in read if outputs.seqs is seqs)
 
     def _network(self, model: Model) -> nn.Module:
         found = self._models[model]
@@ -135,8 +161,9 @@ class ModelView:
                 with torch.no_grad(), _evaluating(self._network(model)):
                     yield
 
-    def _forward(self, network: nn.Module, seqs: Seqs, *, grad: bool) -> Outputs:
-        ids, mask = seqs.padded(self._pad_id)
+    def _forward(self, network: nn.Module, together: Sequence[Seqs], *, grad: bool) -> list[Outputs]:
+        """One forward of them all, and what it gave for each."""
+        ids, mask = _packed_together(together).padded(self._pad_id)
         if not ids.numel():  # nothing here, yet the other ranks run a forward: one padding token joins them
             ids, mask = ids.new_full((1, 1), self._pad_id), mask.new_ones((1, 1))
         # an empty sequence among others would leave its row nothing to attend to, which is NaN in some kernels
@@ -146,11 +173,11 @@ class ModelView:
         if parts is None:
             _tell_dense(network)
         with self._around_forward():
-            if parts is None:
-                return Outputs(seqs, network(**inputs).logits, None)
-            states = parts.backbone(**inputs).last_hidden_state
+            states = network(**inputs).logits if parts is None else parts.backbone(**inputs).last_hidden_state
         # without gradient the head is the tensor that is there now: a teacher's weights are gone when it is used
-        return Outputs(seqs, states, parts.head if grad else parts.head.detached())
+        head = None if parts is None else parts.head if grad else parts.head.detached()
+        rows = [states] if len(together) == 1 else states.split([len(seqs) for seqs in together])
+        return [Outputs(seqs, own, head) for seqs, own in zip(together, rows, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -168,6 +195,14 @@ def _given(rollouts: Seqs | None) -> Seqs:
     if rollouts is None:
         raise RunFailed("a divergence needs rollouts, and this view has none: hints point at their tokens")
     return rollouts
+
+
+def _packed_together(parts: Sequence[Seqs]) -> Seqs:
+    if len(parts) == 1:
+        return parts[0]
+    lengths = torch.cat([seqs.lengths for seqs in parts])
+    cu = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return Seqs(ids=torch.cat([seqs.ids for seqs in parts]), cu=cu)
 
 
 def _tell_dense(network: nn.Module) -> None:
@@ -197,7 +232,8 @@ def _check_same_tokens(hints: Hints, rollouts: Seqs) -> None:
 def _evaluating(network: nn.Module) -> Iterator[None]:
     """No dropout inside; every submodule gets its own mode back, also one that was frozen in eval before."""
     training = [module for module in network.modules() if module.training]
-    network.eval()
+    for module in training:  # not network.eval(), which would walk over all of them once more
+        module.training = False
     try:
         yield
     finally:

@@ -30,6 +30,15 @@ class Anchored(Protocol):
         ...
 
 
+@runtime_checkable
+class Joins(Protocol):
+    """A view that can read several groups of sequences in one forward."""
+
+    def join(self, *seqs: Seqs) -> None:
+        """Sequences that will all be asked for: the forward that any of them needs is that of them all."""
+        ...
+
+
 class Measure:
     """Squared norm of the gradient that one loss sends into its anchors."""
 
@@ -75,6 +84,11 @@ class Watched:
         self._view = view
         self._handed: list[_Handed] = []
         self._anchors: list[Tensor] = []
+
+    def join(self, *seqs: Seqs) -> None:
+        """See `Joins`; nothing where the view cannot."""
+        if isinstance(self._view, Joins):
+            self._view.join(*seqs)
 
     def logps(self, seqs: Seqs, *, model: Model = "policy", grad: bool, temperature: float) -> Tensor:
         """See `protocols.PolicyView`."""

@@ -136,6 +136,23 @@ def test_hint_gain_is_what_the_hint_adds_to_the_taught_tokens_without_a_gradient
     assert term.metrics["hint_gain"].item() == 2.0 - 0.5 + 0.0 + 3.5  # a sum: the adapter divides it by `tokens`
 
 
+def test_hint_gain_is_asked_for_at_the_temperature_and_with_the_hints_of_the_divergence():
+    asked = []
+
+    class Asked(View):
+        def divergence(self, hints, spec, *, teacher="policy"):
+            asked.append((hints, spec.temperature, spec.support))
+            return super().divergence(hints, spec, teacher=teacher)
+
+    channel = Sdpo(SdpoSettings(temperature=1.5))
+    assert [spec.temperature for spec in channel.divergences(1)] == [1.5, 1.5]
+    # an importance ratio makes new hints: both questions are about those
+    _loss(channel, Asked(torch.zeros(8)), old=torch.zeros(8))
+    (hints, *main), (same, *gap) = asked
+    assert same is hints
+    assert (main, gap) == ([1.5, Support.FULL], [1.5, Support.SAMPLED])
+
+
 def test_the_sampled_estimate_says_its_gain_itself():
     channel = Sdpo(SdpoSettings(divergence="kl_student_teacher", support="sampled"))
     assert channel.divergences(1) == (GAP,)

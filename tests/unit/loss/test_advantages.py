@@ -77,3 +77,8 @@ def test_rewards_and_groups_of_another_number_are_refused():
     with pytest.raises(ValueError) as caught:
         group_advantages(torch.zeros(3), torch.zeros(1, dtype=torch.int64), scale="none")
     assert str(caught.value) == "rewards (3,), group (1,): the shapes must be equal (one entry per sequence)"
+
+
+def test_whole_numbers_are_refused_as_their_advantages_would_be_cut():
+    with pytest.raises(ValueError, match=r"^rewards must be floating-point, got torch.int64$"):
+        group_advantages(torch.tensor([1, 0]), torch.tensor([0, 0]), scale="none")

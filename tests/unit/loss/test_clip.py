@@ -174,3 +174,21 @@ def test_numbers_keep_the_precision_of_the_log_probs():
     )  # fmt: skip
     value, _ = sapo(tokens, temperature_positive=1.0, temperature_negative=1.05)
     assert value.item() == pytest.approx(4 / 1.05 / (1 + math.exp(-1.05 * 0.5)), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("rule", "numbers", "said"),
+    [
+        (ppo, {"epsilon": 0.0}, "epsilon must be > 0, got 0.0"),
+        (ppo, {"epsilon": 0.2, "dual_clip": -3.0}, "dual_clip must be > 0, got -3.0"),
+        (cispo, {"cap": math.nan}, "cap must be > 0, got nan"),
+        (sapo, {"temperature_positive": 1.0, "temperature_negative": 0.0}, "temperature_negative must be > 0, got 0.0"),
+        (gmpo, {"epsilon": 0.4, "epsilon_high": -0.4}, "epsilon_high must be > 0, got -0.4"),
+        (dppo, {"measure": "tv", "epsilon": 0.2, "epsilon_high": 0.2, "cap": 0.0}, "cap must be > 0, got 0.0"),
+    ],
+    ids=["epsilon", "dual-clip", "cap", "temperature", "epsilon-high", "dppo-cap"],
+)
+def test_numbers_that_would_stop_every_token_are_refused(rule, numbers, said):
+    with pytest.raises(ValueError) as caught:
+        rule(_tokens(1.0, 1.0), **numbers)
+    assert str(caught.value) == said

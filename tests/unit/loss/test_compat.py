@@ -148,6 +148,12 @@ def test_the_sampled_losss_gradient_is_that_of_the_kl_estimate_and_its_value_is_
             lambda s: generalized_jsd_loss(s, s, torch.zeros(3, 2)),
             "labels (3, 2) must be (B, T) of student_logits, (2, 3)",
         ),
+        (
+            lambda s: generalized_jsd_loss(s, s, torch.ones(B, T).bool()),
+            "labels must be token ids with -100 where a token does not count, got torch.bool",
+        ),
+        (lambda s: generalized_jsd_loss(s, s, token_clip=0.0), "token_clip must be > 0, got 0.0"),
+        (lambda s: generalized_jsd_loss(s, s, num_items=0.0), "num_items must be > 0, got 0.0"),
         (lambda s: generalized_jsd_loss(s, s, beta=1.5), "beta must be in [0, 1], got 1.5"),
         (
             lambda s: generalized_jsd_loss(s, s, reduction="median"),
@@ -166,7 +172,7 @@ def test_the_sampled_losss_gradient_is_that_of_the_kl_estimate_and_its_value_is_
             "tokens must be in [0, 5), got 5 to 5",
         ),
     ],
-    ids=["vocabulary", "labels", "beta", "reduction", "probs", "mask", "tokens"],
+    ids=["vocabulary", "labels", "labels-mask", "clip", "items", "beta", "reduction", "probs", "mask", "tokens"],
 )
 def test_what_does_not_fit_is_refused_by_name_shape_and_rule(call, message):
     with pytest.raises(ValueError) as caught:

@@ -101,6 +101,23 @@ def test_simpo_compares_mean_log_probs_and_reads_no_reference(model):
     assert compose_loss(model, inputs, dpo_variant="simpo").trace_replay_dpo.item() == pytest.approx(expected.item())
 
 
+def test_pairs_with_an_empty_side_are_left_out_of_the_mean_and_counted(model):
+    three = {key: value.repeat_interleave(3, 0) for key, value in PAIRS.items()}
+    three["dpo_chosen_response_mask"][0] = 0
+    three["dpo_rejected_response_mask"][2] = 0
+    with pytest.warns(UserWarning, match=r"^2 of 3 pairs have an empty side and are left out$"):
+        parts = compose_loss(model, {**STUDENT, **three})
+    assert parts.trace_replay_dpo.item() == compose_loss(model, {**STUDENT, **PAIRS}).trace_replay_dpo.item()
+
+
+def test_without_a_complete_pair_the_preference_loss_is_zero_on_the_graph(model):
+    empty = {**PAIRS, "dpo_chosen_response_mask": torch.zeros(1, 3)}
+    with pytest.warns(UserWarning, match=r"^1 of 1 pairs have an empty side and are left out$"):
+        parts = compose_loss(model, {**STUDENT, **empty})
+    assert parts.trace_replay_dpo.item() == 0.0
+    assert parts.trace_replay_dpo.requires_grad
+
+
 def test_detached_gives_four_numbers(model):
     parts = compose_loss(model, ALL)
     numbers = parts.detached()
@@ -135,6 +152,11 @@ def test_no_answer_at_all_is_zero_on_the_graph(model):
             {"input_ids": IDS, "response_mask": MASK[:1]},
             {},
             "input_ids (2, 4) and response_mask (1, 4) must both be (B, T)",
+        ),
+        (
+            {"input_ids": IDS, "response_mask": torch.where(MASK.bool(), IDS, -100)},
+            {},
+            "response_mask must be a mask of 0 and 1; from Hugging Face labels it is `labels != -100`",
         ),
         (
             {**STUDENT, "sdpo_loss_mask": TEACHER_MASK},

@@ -68,3 +68,10 @@ def test_tensors_of_another_number_of_tokens_are_refused():
     assert str(caught.value) == (
         "old_logps (5,), sampler_logps (1,), mask (5,): the shapes must be equal (one entry per token)"
     )
+
+
+def test_bounds_that_would_drop_every_token_are_refused():
+    with pytest.raises(ValueError, match=r"^high must be > 0, got 0.0: no token would count$"):
+        truncate(torch.ones(2), high=0.0)
+    with pytest.raises(ValueError, match=r"^low must be below high, got 2.0 and 0.5: no token would count$"):
+        mask_outside(torch.ones(2), low=2.0, high=0.5)

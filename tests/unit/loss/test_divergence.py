@@ -244,7 +244,8 @@ def test_the_published_surrogate_has_the_same_gradient_and_another_value():
             "jsd needs 0 < beta < 1, got 1.0: at the ends it is a plain KL, use kl_teacher_student (0) or "
             "kl_student_teacher (1)",
         ),
-        ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
+        ({"temperature": 0.0}, "temperature must be > 0 and finite, got 0.0"),
+        ({"temperature": math.inf}, "temperature must be > 0 and finite, got inf"),
         ({"clip": 0.0}, "clip must be > 0, got 0.0"),
         ({"taid": 1.1}, "taid must be in [0, 1], got 1.1"),
         ({"k": 3}, "k is for the top-k supports and they need it: support full, k 3"),
@@ -283,9 +284,10 @@ def test_a_spec_that_means_nothing_is_refused(fields, message):
     [
         (lambda: SoftGate(h_max=0.0), "h_max must be > 0 nats, got 0.0"),
         (lambda: PaperGate(tau=-1.0), "tau and alpha must be >= 0, got tau -1.0, alpha 1.0"),
+        (lambda: PaperGate(tau=math.nan), "tau and alpha must be >= 0, got tau nan, alpha 1.0"),
         (lambda: PaperGate(k=0), "k must be >= 1, got 0"),
     ],
-    ids=["h-max", "tau", "k"],
+    ids=["h-max", "tau", "nan", "k"],
 )
 def test_a_gate_out_of_range_is_refused(make, message):
     with pytest.raises(ValueError) as caught:

@@ -10,7 +10,6 @@ from composer_core.divergences import Divergence, DivergenceKind, PaperGate, Sof
 from composer_core.loss.divergence import divergence
 from composer_core.loss.from_logits import divergence_from_logits
 from composer_core.loss.fused import fused_linear_divergence
-from composer_core.loss.head import chunk_size
 
 TEACHER_STUDENT, STUDENT_TEACHER, JSD = DivergenceKind
 K, V, H, H_T = 7, 13, 5, 6
@@ -329,9 +328,41 @@ def test_logits_of_weight_zero_reach_nothing(poison):
     assert torch.equal(student.grad, torch.zeros(3, 4))
 
 
-@pytest.mark.parametrize(("vocab", "tokens"), [(1000, 256), (32000, 256), (151936, 110), (10**6, 64)])
-def test_two_chunk_buffers_stay_within_128_mb_between_64_and_256_tokens(vocab, tokens):
-    assert chunk_size(vocab) == tokens
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.taid != 0], ids=str)
+def test_the_gap_of_the_sampled_tokens_is_that_of_student_and_teacher_whatever_the_divergence(spec):
+    problem = Problem(spec)
+    ids = torch.arange(K) if problem.ids is None else problem.ids
+    gap, plain = torch.full((K,), math.nan, dtype=torch.float64), problem.fused()
+    loss, values = problem.fused(sampled_ids=ids, sampled_gap=gap)
+    log_q, log_p = ((z / spec.temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0] for z in problem.logits())
+    expected = torch.where(problem.rows != 0, log_q - log_p, 0)
+    assert torch.allclose(gap, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(loss, plain[0])
+    assert torch.equal(values, plain[1])
+    # a gradient that has to project once more leaves the gap as it is
+    (values * torch.rand(K, dtype=torch.float64)).sum().backward()
+    assert torch.allclose(gap, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "taid", "said"),
+    [
+        (
+            {"sampled_ids": None},
+            None,
+            "sampled_ids are for the sampled support and needed there: missing with full and",
+        ),
+        ({"sampled_gap": torch.zeros(8)}, None, "sampled_gap (8,) torch.float32 must be (7,) float32 without gradient"),
+        ({"sampled_gap": torch.arange(K)}, None, "sampled_gap (7,) torch.int64 must be (7,) float32 without gradient"),
+        ({}, 0.0, "sampled_gap is a by-product, and with taid 0 nothing is computed"),
+    ],
+    ids=["no-ids", "shape", "dtype", "nothing-computed"],
+)
+def test_a_gap_that_does_not_fit_is_refused(change, taid, said):
+    options = {"sampled_ids": torch.zeros(K, dtype=torch.int64), "sampled_gap": torch.zeros(K)} | change
+    with pytest.raises(ValueError) as caught:
+        Problem(Divergence(taid=taid)).fused(**options)
+    assert str(caught.value).startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,10 @@ class Problem:
         return self.log_softmax().gather(-1, self.ids[:, None]).squeeze(-1)
 
 
-@pytest.fixture(params=[0, 3 * V * 8, 2**20], ids=["nothing-kept", "one-chunk-kept", "all-kept"])
+@pytest.fixture(
+    params=[0, 3 * V * 8, 4 * V * 8, 2**20],
+    ids=["nothing-kept", "less-than-the-first-chunk-kept", "one-chunk-kept", "all-kept"],
+)
 def _kept(request, monkeypatch):
     monkeypatch.setattr(module, "_KEPT_BYTES", request.param)
 

@@ -57,6 +57,8 @@ def test_half_precision_is_computed_in_single():
 def test_ids_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"^logits \(2, 3\) and ids \(1,\) must be \(N, V\) and \(N,\)$"):
         smoothed_cross_entropy(torch.zeros(2, 3), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"^ids must be in \[0, 3\), got 1 to 3$"):
+        smoothed_cross_entropy(torch.zeros(2, 3), torch.tensor([1, 3]))
 
 
 def test_the_objective_raises_every_action_by_the_same_amount_and_nothing_else():

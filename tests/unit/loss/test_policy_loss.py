@@ -148,3 +148,17 @@ def test_weights_of_a_sequence_do_not_depend_on_the_split(splits):
     whole = gradient([[0, 1, 2]])
     assert whole.any()
     assert torch.allclose(gradient(splits), whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"coef": -0.1}, "coef must be >= 0, got -0.1"),
+        ({"coef": 0.1, "estimator": "k4"}, "estimator must be one of k1, k2, k3, k3-straight-through, got 'k4'"),
+    ],
+    ids=["coef", "estimator"],
+)
+def test_a_kl_that_means_nothing_is_refused(arguments, said):
+    with pytest.raises(ValueError) as caught:
+        KlTerm(**arguments)
+    assert str(caught.value) == said

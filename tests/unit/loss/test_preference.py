@@ -189,6 +189,12 @@ def test_a_missing_drift_is_refused():
     assert str(caught.value) == ("drift is None: kto compares each answer with the policy's drift, see reference_drift")
 
 
+def test_a_drift_of_single_pairs_is_refused():
+    one = torch.ones(2)
+    with pytest.raises(ValueError, match=r"^drift \(2,\) must be a scalar: it is that of all pairs$"):
+        PairLogps(-one, -one, one, one, drift=one)
+
+
 def test_tensors_of_another_number_of_pairs_are_refused():
     one = torch.ones(2)
     with pytest.raises(ValueError) as caught:
@@ -312,6 +318,11 @@ def test_half_precision_is_summed_in_single():
 def test_masks_that_do_not_fit_are_refused(logps, mask, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         avg_sequence_logprob(torch.zeros(logps), torch.ones(mask))
+
+
+def test_labels_in_the_place_of_a_mask_are_refused():
+    with pytest.raises(ValueError, match=r"^response_mask must be a mask of 0 and 1; from Hugging Face labels it is"):
+        avg_sequence_logprob(torch.zeros(1, 3), torch.tensor([[-100, 7, 8]]))
 
 
 def test_gradients_of_the_parts_are_those_of_finite_differences():

@@ -170,6 +170,10 @@ def test_ema_moves_the_teacher_in_place_by_the_rate():
             lambda: taid_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3), t=0.5),
             "mask (3,) must have the shape of student_logits without the vocabulary, (2,)",
         ),
+        (
+            lambda: taid_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.tensor([5, -100]), t=0.5),
+            "mask must be a mask of 0 and 1; from Hugging Face labels it is `labels != -100`",
+        ),
         (lambda: trust_region_target(torch.zeros(3), torch.zeros(3), mix=-1), "mix must be in [0, 1], got -1"),
         (lambda: ema_update([], [torch.zeros(1)], rate=0.1), "teacher_params holds 0 tensors, student_params 1"),
         (

@@ -295,6 +295,20 @@ def test_log_probs_are_computed_once_for_the_same_question():
     assert not view.logps(SEQS, grad=False, temperature=1.0).requires_grad
 
 
+@pytest.mark.parametrize("spec", [Divergence(), SAMPLED], ids=["jsd", "sampled"])
+def test_what_filler_points_at_reaches_neither_value_nor_gradient(spec):
+    model = Bigram()
+    with torch.no_grad():
+        model.table[3] = math.nan  # predicts token 4, which only the second hint is about
+    values = ModelView(model, rollouts=SEQS, teacher=Bigram(seed=1)).divergence(
+        _hints(weight=(1.0, 0.0)), spec, teacher="teacher"
+    )
+    values.sum().backward()
+    assert values.isfinite().all()
+    assert model.table.grad.isfinite().all()
+    assert model.table.grad[2].any()
+
+
 def test_filler_has_no_divergence_whatever_it_points_at():
     view = ModelView(Bigram(), rollouts=SEQS, teacher=Bigram(seed=1))
     values = view.divergence(_hints(weight=(1.0, 0.0)), Divergence(), teacher="teacher")
