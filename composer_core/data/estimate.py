@@ -17,6 +17,7 @@ from composer_core.plugins.contributions import ExecutorPlugin
 from composer_core.plugins.registry import Registry
 from composer_core.spec.environment import has_placeholder
 from composer_core.spec.model import ModelSpec, RunSpec
+from composer_core.spec.rollouts import NONE
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _ADAPTER_BYTES = 4  # peft keeps adapters in float32 whatever the base is
@@ -65,9 +66,11 @@ def memory(spec: RunSpec) -> Memory:
     if lora is not None:
         targets = None if lora.targets == "all-linear" else lora.targets
         trained, trained_width = size.adapter_parameters(lora.rank, targets), _ADAPTER_BYTES
-    full_reference = lora is None and getattr(spec.loss.objective.settings, "kl_coef", 0.0) > 0
-    # The head's output for the completions of one micro-batch, and its gradient.
-    logits = 2 * train.micro_batch_size * train.max_completion_tokens * size.vocabulary * width
+    objective = getattr(spec.loss.objective, "settings", None)
+    full_reference = lora is None and getattr(objective, "kl_coef", 0.0) > 0
+    # The head's output for the completions of one micro-batch, and its gradient; recorded data is projected in chunks.
+    completions = 0 if spec.rollouts == NONE else train.micro_batch_size * train.max_completion_tokens
+    logits = 2 * completions * size.vocabulary * width
     parts = {
         "weights": size.parameters * width,
         "adapters": trained * trained_width if lora is not None else 0,

@@ -23,6 +23,8 @@ from composer_core.spec.environment import fill_spec
 from composer_core.spec.model import ModelSpec, PromptsSpec, RunSpec
 
 _SHOWN = 40
+_PROMPTS, _RECORDED = "prompts", "recorded sessions and pairs"
+"""What may be chats."""
 
 
 def preflight(spec: RunSpec, registry: Registry) -> list[str]:
@@ -35,15 +37,20 @@ def preflight(spec: RunSpec, registry: Registry) -> list[str]:
         MissingError: something is not installed, or an environment variable is not set.
     """
     spec = fill_spec(spec, os.environ)
-    lines = [_model_line(spec.model, chat=spec.data.prompts.chat)]
+    prompts = spec.data.prompts
+    rows: list[dict[str, Any]] = []
+    lines = [_model_line(spec.model, chats=_RECORDED if prompts is None else _PROMPTS if prompts.chat else "")]
     rewards, left = _own_rewards(spec, registry)
-    rows, line = _prompts(spec.data.prompts, columns_needed(rewards))
-    lines.append(f"prompts: {line}")
+    if prompts is not None:
+        rows, line = _prompts(prompts, columns_needed(rewards))
+        lines.append(f"prompts: {line}")
     if spec.data.eval is not None:
         lines.append(f"held-out prompts: {_prompts(spec.data.eval, columns_needed(rewards))[1]}")
     lines += _recordings(spec)
     for reward in rewards:
-        tried = _try(reward, rows[0], steps=spec.train.steps) if rows else "tried when the run starts"
+        # a reward may look at the environments of rollouts, and there are none yet
+        now = bool(rows) and (spec.rollout is None or spec.rollout.environment is None)
+        tried = _try(reward, rows[0], steps=spec.train.steps) if now else "tried when the run starts"
         lines.append(_reward_line(reward, tried))
     return lines + left
 
@@ -69,7 +76,8 @@ def _recordings(spec: RunSpec) -> Iterator[str]:
             raise UsageError(f"no such file, which data.{what} names", at=section.path, fix=fix)
 
 
-def _model_line(model: ModelSpec, *, chat: bool) -> str:
+def _model_line(model: ModelSpec, *, chats: str) -> str:
+    """`chats` says what is rendered by the model's chat template; empty where nothing is."""
     if model.builtin is not None:
         return f"model: built-in {model.builtin}"
     folder = local_folder(model)
@@ -78,11 +86,12 @@ def _model_line(model: ModelSpec, *, chat: bool) -> str:
     check_folder(folder, gguf_file=model.gguf_file)
     if model.gguf_file is not None:
         return f"model: {folder / model.gguf_file}"
-    if chat and not has_chat_template(folder):
+    if chats and not has_chat_template(folder):
+        text = "data.prompts.chat: false continues prompts as raw text"
         raise UsageError(
-            "the tokenizer in this folder has no chat template, and prompts are chats",
+            f"the tokenizer in this folder has no chat template, and {chats} are chats",
             at=str(folder),
-            fix="data.prompts.chat: false continues prompts as raw text",
+            fix=text if chats == _PROMPTS else "take a model that is made for chats",
         )
     return f"model: {folder}"
 

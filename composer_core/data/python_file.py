@@ -1,4 +1,8 @@
-"""A reward function from the user's own file, checked when it is loaded rather than at the first step."""
+"""A function from the user's own file, checked when it is loaded rather than at the first step.
+
+`load_module` and `attribute` serve any kind of function that a spec names as `./file.py:name`; the rest is about
+rewards.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +24,13 @@ _SIGNATURE = "def {name}(completions, **columns) -> list[float | None]"
 
 
 def load_function(path: Path, name: str) -> Callable[..., Any]:
-    """Run the file as a module of its own and take a function from it.
+    """Run the file as a module of its own and take a reward function from it.
 
     Raises:
         UsageError: the file or the function is not there, does not load, or is async.
     """
-    module, at = _module(path), str(path)
-    if not hasattr(module, name):
-        own = [
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
-        near = difflib.get_close_matches(name, own, 1)
-        fix = f"did you mean {near[0]}?" if near else f"it defines {', '.join(own) or 'no function'}"
-        raise UsageError(f"no function {name!r} in this file", at=at, fix=fix)
-    function = getattr(module, name)
+    at = str(path)
+    function = attribute(load_module(path), name, at=at)
     if not callable(function):
         raise UsageError(
             f"{name!r} is {type(function).__name__}, not a function", at=at, fix=_SIGNATURE.format(name=name)
@@ -73,11 +68,38 @@ def needed_columns(function: Callable[..., Any], name: str, *, at: str) -> tuple
     return tuple(needed)
 
 
-def _module(path: Path) -> ModuleType:
+def attribute(module: ModuleType, name: str, *, at: str) -> Any:
+    """What a module that `load_module` made calls `name`.
+
+    Raises:
+        UsageError: there is nothing of that name; the message has the likeliest other one.
+    """
+    if hasattr(module, name):
+        return getattr(module, name)
+    own = [
+        key
+        for key, value in vars(module).items()
+        if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
+    ]
+    near = difflib.get_close_matches(name, own, 1)
+    fix = f"did you mean {near[0]}?" if near else f"it defines {', '.join(own) or 'no function'}"
+    raise UsageError(f"no function {name!r} in this file", at=at, fix=fix)
+
+
+def load_module(path: Path, *, what: str = "reward") -> ModuleType:
+    """Run a file as a module of its own; a second call runs it again.
+
+    Args:
+        path: the file.
+        what: what messages call it: "reward", "tool".
+
+    Raises:
+        UsageError: it is not there, or does not load.
+    """
     if not path.is_file():
-        raise UsageError("no such reward file", at=str(path), fix="paths are relative to the spec")
+        raise UsageError(f"no such {what} file", at=str(path), fix="paths are relative to the spec")
     # A name of its own, from its path, so that two files called rewards.py, or a user's json.py, shadow nothing.
-    name = f"composer_reward_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    name = f"composer_{what}_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError("not a Python file", at=str(path))
@@ -90,6 +112,6 @@ def _module(path: Path) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        problem = f"this reward file does not load: {type(error).__name__}: {error}"
+        problem = f"this {what} file does not load: {type(error).__name__}: {error}"
         raise UsageError(problem, at=str(path)) from error
     return module

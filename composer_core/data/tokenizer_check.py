@@ -88,7 +88,7 @@ def check_tokenizer(spec: RunSpec, rows: Sequence[Mapping[str, Any]]) -> Tokeniz
     tokenizer = _load(spec.model, folder)
     if tokenizer is None:
         return TokenizerReport(unknown=f"{spec.model.path} is not on this machine: looked at when the run starts")
-    chat = spec.data.prompts.chat
+    chat = spec.data.prompts is None or spec.data.prompts.chat  # recorded sessions and pairs are chats
     ends = _ends(tokenizer, folder)
     samples = rows[:: max(len(rows) // SAMPLES, 1)][:SAMPLES]
     lengths = _lengths(tokenizer, rows)

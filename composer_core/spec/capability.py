@@ -7,6 +7,7 @@ way that the backend cannot serve. Nothing of a trainer is imported to find out.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,7 @@ from composer_core.plugins.registry import CORE, Owner, Registry
 from composer_core.protocols import Need
 from composer_core.spec.errors import place_of, problem_at
 from composer_core.spec.model import Plugged, RunSpec
+from composer_core.spec.rollouts import NONE
 from composer_core.spec.yaml import Place, dotted
 
 
@@ -87,8 +89,12 @@ class Capability:
         return None
 
     def objective(self) -> str:
-        """`native` or `core`: whose code computes the objective; empty when neither can."""
+        """`native` or `core`: whose code computes the objective; empty when neither can, or there is none."""
         block = self.spec.loss.objective
+        if block is None:
+            return ""
+        if self.spec.rollouts == NONE:
+            return "core"  # no trainer's own loss is on recorded data, and lm-ce averages as every trainer can
         owner, contribution = self.registry.get(block.kind, block.use)
         assert isinstance(contribution, ObjectivePlugin)
         if _is_native(self.backend, self.backend_owner, contribution, owner):
@@ -113,6 +119,29 @@ class Capability:
             f"backends that can: {', '.join(able)}" if able else "no installed backend can",
         )
         return ""
+
+    def processes(self) -> int:
+        """How many processes train together."""
+        try:
+            count = int(self.backend.processes(self.spec.backend.settings))
+        except Exception as error:  # a plugin's mistake, whatever its type
+            self._blame("backend", self.backend_owner, f"backend {self.backend.name!r}: processes", error)
+            return 1
+        train = self.spec.train
+        shared, what, members = (
+            train.sequences_per_step,
+            "sequences of a step (prompts_per_step x group_size)",
+            train.group_size,
+        )
+        if self.spec.rollouts == NONE:
+            shared, what, members = train.prompts_per_step, "recorded rows of a step", 1
+        if shared % count:
+            self._refuse(
+                "train.prompts_per_step",
+                f"the {shared} {what} cannot be shared equally by {count} processes",
+                f"a multiple of {count // math.gcd(count, members)}",
+            )
+        return count
 
     def derived(self) -> Derived:
         """The backend's own numbers."""

@@ -42,6 +42,7 @@ _BOUNDS = {
     "less_than_equal": ("<=", "le"),
     "less_than": ("<", "lt"),
 }
+_NOT_THERE = "this key is required and is not there"
 _STRICT = frozenset({"int_type", "float_type", "bool_type"})
 """Taken from a second, strict validation: pydantic would read "10" and true as numbers, and `no` as false."""
 
@@ -57,6 +58,12 @@ def problem_at(places: Mapping[str, Place], key: str, problem: str, *, fix: str 
     """A Problem with its place filled in."""
     place = place_of(places, key)
     return Problem(key, problem, fix, place.source, place.line, place.column, missing)
+
+
+def required(places: Mapping[str, Place], key: str, model: type[BaseModel]) -> Problem:
+    """A key of `model` that must be there, and is not."""
+    name = key.rpartition(".")[2]
+    return problem_at(places, key, _NOT_THERE, fix=_meaning(model, name) or f"add {name}")
 
 
 @dataclass(frozen=True)
@@ -184,7 +191,7 @@ def _words(fault: _Fault, section: Section, key: str, known: Mapping[str, tuple[
     if kind == "missing":
         model = _model_at(section.model, fault.parts[:-1])
         name = str(fault.parts[-1])
-        return "this key is required and is not there", _meaning(model, name) or f"add {name}"
+        return _NOT_THERE, _meaning(model, name) or f"add {name}"
     if kind == "extra_forbidden":
         return "unknown key", _suggest(key, fault.parts, section, known)
     if fault.expected:

@@ -17,7 +17,11 @@ from composer_core.protocols import Need
 from composer_core.spec.capability import PlannedChannel
 from composer_core.spec.errors import problem_at
 from composer_core.spec.model import OPTIONAL, RunSpec
+from composer_core.spec.rollouts import NONE
 from composer_core.spec.yaml import Place, dotted
+
+RECORDED = ("data.traces", "data.max_tokens")
+"""What `rollouts: none` brings along: a backend that has it reads these then, and another one is refused for it."""
 
 
 @dataclass
@@ -34,6 +38,7 @@ class Sections:
     def check(self) -> None:
         """All checks."""
         self._honoured()
+        self._fed()
         self._priced()
         self._measured()
         self._reader()
@@ -44,9 +49,9 @@ class Sections:
         data = self.spec.data
         if data.pairs is not None and not self._reads_pairs():
             yield "data.pairs: no channel of this spec reads pairs"
-        if data.traces is not None and not self.channels:
+        if data.traces is not None and not self._reads_rows():
             yield "data.traces: no channel of this spec reads traces"
-        elif data.traces is not None and "data.traces" not in self.backend.honours:
+        elif data.traces is not None and not self._has("data.traces"):
             yield f"data.traces: backend {self.backend.name!r} does not train on traces, composer-run replay reads them"
         if self.spec.teachers:
             yield "teachers and replay are read by composer-run replay, not by a training run"
@@ -61,7 +66,8 @@ class Sections:
 
     def _honoured(self) -> None:
         for key in OPTIONAL:
-            if _at(self.spec, key) is None or key in self.backend.honours or self._for_replay(key):
+            asked = _asked(self.spec, key)
+            if asked is None or self._has(key) or self._for_replay(key):
                 continue
             able = sorted(
                 backend.name
@@ -69,11 +75,29 @@ class Sections:
                 if isinstance(backend, BackendPlugin) and key in backend.honours
             )
             fix = f"leave it out, or use a backend that has it: {', '.join(able)}" if able else "leave it out"
-            self._refuse(key, f"backend {self.backend.name!r} does not have {key}", fix)
+            if key == "data.traces" and "rollouts" in self.backend.honours:
+                fix = "leave it out, or rollouts: none, which learns from recorded data alone"
+            what = f"{key}: {asked}" if isinstance(asked, str) else key
+            self._refuse(key, f"backend {self.backend.name!r} does not have {what}", fix)
+
+    def _has(self, key: str) -> bool:
+        """Whether the backend carries out a section in this spec."""
+        return key in self.backend.honours or (self.spec.rollouts == NONE and key in RECORDED)
+
+    def _fed(self) -> None:
+        """Without rollouts, a channel learns from recorded traces or from pairs: those it reads must be there."""
+        data = self.spec.data
+        if self.spec.rollouts != NONE or data.traces is not None:
+            return
+        for index, block in enumerate(self.spec.loss.channels):
+            planned = next((channel for channel in self.channels if channel.name == block.name), None)
+            if planned is not None and block.weight and Need.PAIRS not in planned.needs:
+                problem = f"rollouts is none, and channel {block.name!r} learns from traces, of which there are none"
+                self._refuse(dotted("loss.channels", index), problem, "data.traces: {path: ...}")
 
     def _measured(self) -> None:
         """A bound on the KL needs an objective that computes one."""
-        settings = self.spec.loss.objective.settings
+        settings = getattr(self.spec.loss.objective, "settings", None)
         if self.spec.limits.kl is not None and not getattr(settings, "kl_coef", 0):
             fix = "loss.objective.kl_coef: a small number such as 0.001, or leave limits.kl out"
             self._refuse("limits.kl", "the objective computes no KL to bound", fix)
@@ -83,6 +107,13 @@ class Sections:
         if not self.spec.teachers:
             return False
         return key == "data.traces" or (key == "data.pairs" and not self._reads_pairs())
+
+    def _reads_rows(self) -> bool:
+        """Whether anything learns from traces; with rollouts, any channel may."""
+        if self.spec.rollouts != NONE:
+            return bool(self.channels)
+        learning = [channel for channel in self.channels if Need.PAIRS not in channel.needs]
+        return bool(learning) or self.spec.loss.objective is not None
 
     def _reads_pairs(self) -> bool:
         return any(Need.PAIRS in channel.needs for channel in self.channels)
@@ -120,8 +151,10 @@ class Sections:
                 self._refuse(dotted("replay.teachers", index), f"no teacher is called {name!r}; there are: {names}")
 
 
-def _at(spec: RunSpec, key: str) -> Any:
-    value: Any = spec
+def _asked(spec: RunSpec, key: str) -> Any:
+    """What stands at a key; None where it is the default."""
+    value, default = spec, None
     for part in key.split("."):
+        default = type(value).model_fields[part].default
         value = getattr(value, part)
-    return value
+    return None if value == default else value

@@ -20,6 +20,7 @@ from composer_core.spec.model import RunSpec
 from composer_core.spec.overrides import apply_overrides
 from composer_core.spec.paths import Folders, absolute, make_paths_absolute
 from composer_core.spec.resolved import values
+from composer_core.spec.rollouts import rollouts_problems
 from composer_core.spec.yaml import Document, Place, dotted
 
 
@@ -64,6 +65,7 @@ def load_spec(path: Path | str, registry: Registry, *, overrides: Sequence[str] 
     known = blocks.resolve()
     problems += blocks.problems
     problems += problems_of(Section(RunSpec), data, places=places, known=known)
+    problems += rollouts_problems(data, places)
     if problems:
         raise SpecError(problems)
     spec = RunSpec.model_validate(data)

@@ -130,18 +130,21 @@ class DataSpec(Settings):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    prompts: PromptsSpec
-    rewards: list[Plugged] = Field(min_length=1)
-    """`{use: name, weight: 1.0, ...}`; their weighted sum is the reward."""
+    prompts: PromptsSpec | None = None
+    """Prompts to answer; every spec has them but one with `rollouts: none`."""
+    rewards: list[Plugged] = Field([], json_schema_extra={"minItems": 1})
+    """`{use: name, weight: 1.0, ...}`; their weighted sum is the reward. Where there are prompts there is at least
+    one."""
     eval: EvalSpec | None = None
     """Evaluate on held-out prompts while training; metrics under `eval/`."""
     traces: TracesSpec | None = None
-    """Recorded sessions that channels learn from."""
+    """Recorded sessions that channels learn from; see `rollouts`."""
     pairs: PairsSpec | None = None
     """Preference pairs that channels learn from."""
-    max_tokens: int | None = Field(None, ge=1)
-    """Longest sequence, prompt included, that is taken from prompts, traces and pairs; longer ones are left out and
-    counted."""
+    max_tokens: int | None = Field(None, ge=2)
+    """Longest sequence, prompt included, that is taken from prompts, traces and pairs. Longer prompts and pairs are
+    left out, longer traces cut at their end and hints that are not whole there left out; all of it is counted. Default:
+    4096 for traces, any length for the others."""
 
 
 class LossSpec(Settings):
@@ -149,8 +152,8 @@ class LossSpec(Settings):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    objective: Plugged
-    """The policy loss."""
+    objective: Plugged | None = None
+    """The policy loss; with `rollouts: none` it is `lm-ce` or left out."""
     channels: list[Plugged] = []
     """`{use: name, weight: 0.1, ...}`; each adds weight x its own loss. At weight 0 it is not computed."""
 
@@ -161,7 +164,8 @@ class TrainSpec(Settings):
     steps: int = Field(ge=1)
     """Optimiser steps."""
     prompts_per_step: int = Field(8, ge=1)
-    """Prompts in one optimiser step, over all processes."""
+    """Prompts in one optimiser step, over all processes; with `rollouts: none`, recorded rows (`group_size` counts
+    nothing there). Preference pairs come on top: `pairs_per_step` of the channel `replay`."""
     group_size: int = Field(8, ge=2)
     """Completions sampled per prompt; advantages compare them."""
     micro_batch: int | None = Field(None, ge=1)
@@ -257,6 +261,9 @@ class RunSpec(Settings):
     """Names the run directory: letters, digits, dot, underscore, hyphen."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Of everything random: weights of new layers and adapters, order of prompts, sampling."""
+    rollouts: Literal["generate", "none"] = "generate"
+    """`none`: nothing is generated or scored. The run learns from `data.traces` and `data.pairs` alone, by channels
+    and, if it is given, the objective `lm-ce`; so there are no prompts and rewards."""
     plugins: list[str] = []
     """Local plugin files, relative to the spec."""
     model: ModelSpec
@@ -297,7 +304,9 @@ class PlugPoint:
     """What a spec without the block uses."""
 
     def map(self, function: Callable[[Any], Any], found: Any) -> Any:
-        """What stands here, with `function` of each block in the block's place."""
+        """What stands here, with `function` of each block in the block's place; None where nothing does."""
+        if found is None:
+            return None
         if self.shape is Shape.ONE:
             return function(found)
         if self.shape is Shape.LIST:
@@ -318,6 +327,7 @@ WEIGHTED = frozenset({Kind.CHANNEL, Kind.REWARD})
 """Kinds whose block takes `weight` beside its settings."""
 
 OPTIONAL = (
+    "rollouts",
     "rollout",
     "data.eval",
     "data.traces",

@@ -31,6 +31,7 @@ from composer_core.spec.honours import Sections
 from composer_core.spec.load import LoadedSpec
 from composer_core.spec.model import PLUG_POINTS, REPLAY_ONLY, Plugged, RunSpec
 from composer_core.spec.resolved import as_json
+from composer_core.spec.rollouts import NONE
 from composer_core.spec.yaml import Place
 
 FORMAT = 1
@@ -58,7 +59,9 @@ class Plan:
     plugins: tuple[PlannedPlugin, ...]
     channels: tuple[PlannedChannel, ...]
     objective: str
-    """`native` (the trainer's own code) or `core`."""
+    """`native` (the trainer's own code) or `core`; empty where the spec has none."""
+    processes: int = 1
+    """Of one machine, that train together."""
     numbers: Mapping[str, int | float | str] = field(default_factory=dict)
     upstream: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -103,6 +106,7 @@ def make_plan(loaded: LoadedSpec, registry: Registry) -> Plan:
     able = Capability(loaded.spec, registry, loaded.places)
     channels = able.channels()
     objective = able.objective()
+    processes = able.processes()
     derived = able.derived()
     sections = Sections(loaded.spec, registry, loaded.places, able.backend, channels)
     sections.check()
@@ -117,6 +121,7 @@ def make_plan(loaded: LoadedSpec, registry: Registry) -> Plan:
         plugins=plugins,
         channels=tuple(channels),
         objective=objective,
+        processes=processes,
         numbers=derived.numbers,
         upstream=derived.upstream,
         notes=(*derived.notes, *sections.notes()),
@@ -128,8 +133,9 @@ def make_plan(loaded: LoadedSpec, registry: Registry) -> Plan:
 
 def blocks_of(spec: RunSpec) -> Iterator[Plugged]:
     """All `use:` blocks of a spec."""
-    yield from (spec.backend, spec.executor, spec.loss.objective, *spec.loss.channels, *spec.data.rewards)
-    yield from spec.teachers.values()
+    yield from (spec.backend, spec.executor, *spec.loss.channels, *spec.data.rewards, *spec.teachers.values())
+    if spec.loss.objective is not None:
+        yield spec.loss.objective
 
 
 def _plugins(spec: RunSpec, registry: Registry) -> Iterator[PlannedPlugin]:
@@ -143,7 +149,9 @@ def _plugins(spec: RunSpec, registry: Registry) -> Iterator[PlannedPlugin]:
 
 def _files(spec: RunSpec) -> tuple[str, ...]:
     names = ["spec.yaml", "resolved.json", "plan.json", "provenance.json", "metrics.jsonl", "events.jsonl"]
-    if spec.train.sample_rollouts:
+    if spec.rollouts == NONE:
+        names += ["recorded.jsonl"] if spec.data.traces is not None else []
+    elif spec.train.sample_rollouts:
         names.append("rollouts.jsonl")
     folders = [f"{sink}/" for sink in spec.sinks if sink in ("tensorboard", "wandb")]  # trackio has a place of its own
     # a run without checkpoint.every still saves one when it is stopped

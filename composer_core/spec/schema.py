@@ -22,6 +22,13 @@ from composer_core.spec.model import PLUG_POINTS, WEIGHTED, PlugPoint, RunSpec, 
 _REF = "#/$defs/"
 _SETTINGS = "settings."
 _MODE: Literal["validation"] = "validation"
+_ROLLOUTS = {
+    "if": {"properties": {"rollouts": {"const": "none"}}, "required": ["rollouts"]},
+    "else": {
+        "properties": {"data": {"required": ["prompts", "rewards"]}, "loss": {"required": ["objective"]}},
+    },
+}
+"""What a spec must have unless it generates nothing (`spec/rollouts.py`)."""
 _WEIGHTS = {
     Kind.CHANNEL: "Factor of this channel's loss; at 0 it is not computed.",
     Kind.REWARD: "Factor of this reward in the sum.",
@@ -47,7 +54,7 @@ def json_schema(registry: Registry) -> dict[str, Any]:
         "description": "A run spec of Composer, as `composer-run` reads it.",
         **{name: spec[name] for name in ("type", "additionalProperties", "properties")},
         "if": {"not": {"required": ["extends"]}},
-        "then": _required(RunSpec, ()),
+        "then": {**_required(RunSpec, ()), **_ROLLOUTS},
     }
     schema["$defs"] = {name: definitions[name] for name in sorted(_used(schema, definitions))}
     return _tidy(schema)  # type: ignore[no-any-return]

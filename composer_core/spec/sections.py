@@ -37,7 +37,8 @@ class EnvironmentSpec(Settings):
     use: Literal["python"]
     """A class or function of your own."""
     factory: Function
-    """`./file.py:make`, relative to the spec; called once for each rollout."""
+    """`./file.py:make`, relative to the spec; makes an environment. Each rollout has one to itself, and begins with its
+    `reset`."""
 
 
 class RolloutSpec(Settings):

@@ -37,6 +37,8 @@ RECORDED = frozenset({"permission", "rejection", "sibling"})
 """Kinds that are recorded and never hinted."""
 
 WHOLE_ANSWER = -1
+RAISED = "raised"
+"""Key of a result's message where its text is an exception of the tool itself, not what a program wrote."""
 LONGEST_MESSAGE = 600
 """Characters of an error's text that go into its context."""
 
@@ -109,11 +111,16 @@ def _failures(step: Step) -> Iterator[tuple[ToolCall | None, Observation, Failur
                 is_error=seen.is_error,
                 exit_code=seen.exit_code,
                 error_type=kind,
-                shell=call is None or _SHELL.search(call.name) is not None,
+                shell=not _raised(seen) and (call is None or _SHELL.search(call.name) is not None),
             )
         )
         if failure is not None:
             yield call, seen, failure
+
+
+def _raised(seen: Observation) -> bool:
+    message = seen.extra.get("message")
+    return isinstance(message, Mapping) and message.get(RAISED) is True
 
 
 def _named_error(seen: Observation) -> tuple[str, str]:

@@ -7,8 +7,9 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig
@@ -17,14 +18,21 @@ from composer_core.errors import NonFinite, RunFailed, UsageError
 from composer_core.hf.models import load_policy, load_tokenizer
 from composer_core.loss.composite import CompositeLoss
 from composer_core.protocols import TrainResult
-from composer_core.run.context import RolloutSample, RunContext
+from composer_core.run.context import Checkpoint, RolloutSample, RunContext
+from composer_core.run.control import agree
+from composer_core.run.ranks import rank_count
 from composer_core.run.state import load_state, save_state
 from composer_core.spec.model import LoraSpec, RunSpec
+from composer_core.spec.rollouts import NONE
 from composer_trl import surface
 from composer_trl.metrics import MetricNames
 from composer_trl.objectives import is_native
 from composer_trl.settings import TrlSettings
+from composer_trl.tools import require_tool_template, rollout_arguments
 from composer_trl.trainer import ComposerGRPOTrainer, Generation
+
+if TYPE_CHECKING:
+    from composer_trl.recorded import RecordedTrainer
 
 
 class TrlBackend:
@@ -43,14 +51,14 @@ class TrlBackend:
         The policy loss is TRL's own where TRL has the objective; the channels are the core's.
         """
         listener = RunListener(run)
-        trainer = _trainer(run, loss, listener)
+        trainer = _recorded_trainer(run, loss, listener) if run.spec.rollouts == NONE else _trainer(run, loss, listener)
         listener.trainer = trainer
         resume = run.resume_from
         if resume is not None:
-            trainer.go_to(load_state(resume.folder, PLACE))
+            trainer.go_to(load_state(resume.own, PLACE))
             trainer.load_composition(load_state(resume.folder, LOSS))
         try:
-            trainer.train(resume_from_checkpoint=None if resume is None else str(resume.folder))
+            trainer.train(resume_from_checkpoint=None if resume is None else str(_whole(resume, run.scratch)))
         except NonFinite as error:
             listener.stopped = error.problem
             listener.save_last_step()
@@ -62,25 +70,47 @@ class TrlBackend:
         return TrainResult(steps=steps, stopped=listener.stopped)
 
 
+def _recorded_trainer(run: RunContext, loss: CompositeLoss, listener: RunListener) -> RecordedTrainer:
+    from composer_trl.recorded import recorded_trainer  # which needs this module
+
+    return recorded_trainer(run, loss, listener)
+
+
 def _trainer(run: RunContext, loss: CompositeLoss, listener: RunListener) -> ComposerGRPOTrainer:
     folder, model = run.model_folder(), run.spec.model
-    held_out = run.eval_prompts()
+    held_out, objective = run.eval_prompts(), run.spec.loss.objective
+    tokenizer, arguments = load_tokenizer(folder), rollout_arguments(run.spec)
+    if arguments:
+        require_tool_template(tokenizer, at=str(folder))
     trainer = ComposerGRPOTrainer(
         load_policy(folder, dtype=model.dtype, trust_remote_code=model.trust_remote_code),
         [reward.score for reward in run.rewards],
         config_of(run),
         train_dataset=rows_dataset(_checked(run.prompts(), run.spec)),
         eval_dataset=rows_dataset(held_out) if held_out else None,
-        processing_class=load_tokenizer(folder),
+        processing_class=tokenizer,
         peft_config=lora_config(model.lora),
         callbacks=[listener],
         loss=loss,
-        native=is_native(run.spec.loss.objective),
+        native=objective is not None and is_native(objective),
+        own_head=True,
         on_generation=listener.on_generation,
         on_evaluation=listener.on_evaluation,
+        **arguments,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _whole(resume: Checkpoint, scratch: Path) -> Path:
+    """A checkpoint as upstream wants it: with the random generators of this process beside the weights."""
+    if resume.own == resume.folder:
+        return resume.folder
+    whole = scratch / "resume"
+    whole.mkdir()
+    for name, item in {item.name: item for part in (resume.folder, resume.own) for item in part.iterdir()}.items():
+        (whole / name).symlink_to(item)
+    return whole
 
 
 PLACE, LOSS = "trl", "loss"
@@ -94,7 +124,7 @@ class RunListener(TrainerCallback):  # type: ignore[misc]
     half-full averages at a checkpoint, and evaluations stand in their step's line.
     """
 
-    trainer: ComposerGRPOTrainer
+    trainer: ComposerGRPOTrainer | RecordedTrainer
     """Set once it is there: it takes its callbacks when it is made."""
 
     def __init__(self, run: RunContext) -> None:
@@ -132,16 +162,17 @@ class RunListener(TrainerCallback):  # type: ignore[misc]
         self._log(self.trainer.args, self.trainer.state, control)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Publish what the trainer wrote into its scratch folder as a complete checkpoint."""
-        if not self.run.is_main:
-            return
+        """Publish what the trainer wrote into its scratch folder as a complete checkpoint; of another process than the
+        main one that is its random generators.
+        """
         written = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         with self.run.checkpoint(state.global_step) as folder:
             for item in written.iterdir():
                 os.replace(item, folder / item.name)
             _drop_pickled_arguments(folder)
             save_state(folder, PLACE, self._place)
-            save_state(folder, LOSS, self.trainer.composition_state())
+            if self.run.is_main:
+                save_state(folder, LOSS, self.trainer.composition_state())
         written.rmdir()
 
     def save_last_step(self) -> None:
@@ -156,7 +187,7 @@ class RunListener(TrainerCallback):  # type: ignore[misc]
         self._ask(args, state, control)  # what was logged may be a reason
 
     def _ask(self, args: Any, state: Any, control: Any) -> None:
-        reason = self.run.stop_reason()
+        reason = agree(self.run.stop_reason())
         if reason is not None and state.global_step < args.max_steps:
             self.stopped = reason
             control.should_training_stop = control.should_save = True
@@ -186,14 +217,19 @@ def rows_dataset(rows: list[dict[str, Any]]) -> Dataset:
     return Dataset.from_dict({"row": texts}).with_transform(decode)
 
 
-def config_of(run: RunContext) -> GRPOConfig:
-    """The plan's configuration with this run's paths.
+def config_of(run: RunContext, kind: type[Any] = GRPOConfig) -> Any:
+    """The plan's configuration with this run's paths, a GRPOConfig or another kind of TrainingArguments.
 
     Raises:
-        UsageError: trl's own checks refuse it.
+        UsageError: upstream's own checks refuse it.
     """
+    own: dict[str, Any] = {"output_dir": str(run.scratch), "disable_tqdm": True}
+    if rank_count() > 1 and not torch.cuda.is_available():
+        own["use_cpu"] = True  # unless told, accelerate takes ranks without a GPU for processes on their own
+        # else it calls the device of a rank cpu:0, to which torch.load cannot bring an optimiser's state
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     try:
-        return GRPOConfig(**run.upstream, output_dir=str(run.scratch), disable_tqdm=True)
+        return kind(**run.upstream, **own)
     except (ValueError, TypeError) as error:
         raise UsageError(f"trl refuses this configuration: {error}", at="backend.options") from error
 
@@ -232,7 +268,7 @@ def lora_config(lora: LoraSpec | None) -> Any:
     )
 
 
-def _save(trainer: ComposerGRPOTrainer, run: RunContext) -> None:
+def _save(trainer: ComposerGRPOTrainer | RecordedTrainer, run: RunContext) -> None:
     lora = run.spec.model.lora
     with run.trained_model() as folder:
         if lora is not None and lora.merge:
@@ -265,9 +301,14 @@ def _sample(generation: Generation, index: int) -> RolloutSample:
 
 
 def _text(completion: str | Iterable[Mapping[str, Any]]) -> str:
+    """A completion for reading: its messages' texts, and the calls of those that made any."""
     if isinstance(completion, str):
         return completion
-    return "\n".join(str(message.get("content") or "") for message in completion)
+    lines: list[str] = []
+    for message in completion:
+        lines += [str(message["content"])] if message.get("content") else []
+        lines += [json.dumps(call.get("function", call)) for call in message.get("tool_calls") or ()]
+    return "\n".join(lines)
 
 
 def _finite(value: float) -> float | None:

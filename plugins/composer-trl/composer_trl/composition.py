@@ -14,9 +14,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from composer_core.batch import Batch
+from composer_core.batch import Batch, Rollouts, Seqs
 from composer_core.loss.composite import POLICY, Breakdown, CompositeLoss
 from composer_core.loss.reduce import global_count
 from composer_core.loss.teachers import SelfTeacher, Teacher, make_teacher
@@ -82,20 +83,31 @@ class Composition:
     # -- one optimiser step ------------------------------------------------------------------------------------------
 
     def open(self, micro_batches: Sequence[Mapping[str, Any]], *, base: Batch, longest: int) -> None:
+        """`open_rows` of TRL's micro-batches."""
+        tokens = sum(int(sampled(inputs).sum()) for inputs in micro_batches)
+        self.open_rows([inputs[ROWS] for inputs in micro_batches], tokens=tokens, base=base, longest=longest)
+
+    def open_rows(
+        self, micro_batches: Sequence[Sequence[Mapping[str, Row | None]]], *, tokens: int, base: Batch, longest: int
+    ) -> None:
         """Before the first forward of a step: count its rows over all ranks, draw those that have no rollout.
 
-        `base` says step, steps and temperature; `longest` is the number of tokens that a completion may have.
+        Args:
+            micro_batches: for each of their rollouts every channel's row.
+            tokens: action tokens of all of them.
+            base: step, steps and temperature.
+            longest: tokens that a completion may have.
         """
-        sizes = [len(inputs[ROWS]) for inputs in micro_batches]
+        sizes = [len(rollouts) for rollouts in micro_batches]
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         splits = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        per_rollout = [row for inputs in micro_batches for row in inputs[ROWS]]
+        per_rollout = [row for rollouts in micro_batches for row in rollouts]
         rows: dict[str, Sequence[Row | None]] = {
             active.name: [row[active.name] for row in per_rollout] for active in self.loss.active
         }
         rows |= self.loss.draw(base.step, process_index(), world_size())
         own = {
-            "tokens": float(sum(int(sampled(inputs).sum()) for inputs in micro_batches)),
+            "tokens": float(tokens),
             "sequences": float(ends[-1]),
             "max_tokens": float(ends[-1] * longest),
             "micro_batches": float(len(sizes)),
@@ -104,6 +116,12 @@ class Composition:
         self._window = Window(counts, self.loss.split(rows, splits), base)
 
     def micro_loss(self, inputs: Mapping[str, Any], forward: Forward, *, index: int, stock: Tensor | None) -> Tensor:
+        """`loss_of` for a micro-batch of TRL's, which `forward` was run on."""
+        rollouts = rollouts_of(inputs)
+        view = self._view(inputs, forward, seqs=rollouts.seqs)
+        return self.loss_of(view, rollouts, index=index, stock=stock)
+
+    def loss_of(self, view: ModelView, rollouts: Rollouts | None, *, index: int, stock: Tensor | None = None) -> Tensor:
         """What the trainer backpropagates for one micro-batch, scaled for its mean over ranks.
 
         `stock` is the trainer's own policy loss, None where the core computes the objective.
@@ -112,8 +130,7 @@ class Composition:
             NonFinite: a channel's loss, or that of the core's objective.
         """
         window = self._open_window()
-        batch = replace(window.base, rollouts=rollouts_of(inputs), counts=window.counts)
-        view = self._view(inputs, forward, batch=batch)
+        batch = replace(window.base, rollouts=rollouts, counts=window.counts)
         policy = self._policy_loss(view, batch) if stock is None else stock / world_size()
         self._parts = self.loss.channels(view, self.loss.batches(window.rows[index], batch))
         window.sums["loss/policy"] += float(policy.detach())
@@ -158,7 +175,7 @@ class Composition:
 
     # -- its parts ---------------------------------------------------------------------------------------------------
 
-    def policy_loss_of_nothing(self, forward: Forward) -> Tensor:
+    def not_a_number(self, forward: Forward) -> Tensor:
         """A loss that is not a number and has the graph of every other, for a rank that found a fault: the others wait
         for its gradients.
         """
@@ -170,14 +187,24 @@ class Composition:
         assert self._window is not None, "a micro-batch outside of a step"
         return self._window
 
-    def _view(self, inputs: Mapping[str, Any], forward: Forward, *, batch: Batch) -> ModelView:
-        assert batch.rollouts is not None
+    def view(self, seqs: Seqs | None) -> ModelView:
+        """The policy as losses see it, with forwards of its own; `seqs` are the rollouts."""
+        return ModelView(
+            self._policy,
+            rollouts=seqs,
+            teacher=self.teacher,
+            reference=self.reference,
+            pad_id=self._pad_id,
+            around_forward=self._autocast,
+        )
+
+    def _view(self, inputs: Mapping[str, Any], forward: Forward, *, seqs: Seqs) -> ModelView:
         return view_of(
             self._policy,
             inputs,
             forward,
-            seqs=batch.rollouts.seqs,
-            temperature=batch.temperature,
+            seqs=seqs,
+            temperature=self._open_window().base.temperature,
             teacher=self.teacher,
             reference=self.reference,
             pad_id=self._pad_id,
@@ -185,6 +212,8 @@ class Composition:
         )
 
     def _policy_loss(self, view: ModelView, batch: Batch) -> Tensor:
+        if self.loss.objective is None:
+            return torch.zeros(())
         term = self.loss.policy(view, batch)
         divisor = global_count(batch.counts, term.count)
         for name, value in term.metrics.items():

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -77,17 +78,16 @@ def texts_of(
     A truncated completion that the trainer leaves out (`mask_truncated_completions`) has no tokens here either: the
     policy's forward does not see them.
     """
-    prompt_mask, completion_mask = batch["prompt_mask"].bool(), batch["completion_mask"].bool()
-    action = sampled(batch)
+    # lists of all rows at once: taken row by row, each would wait for the device
+    read, kept, action = batch["prompt_mask"].tolist(), batch["completion_mask"].tolist(), sampled(batch).tolist()
+    prompts, completions, rewards = (batch[key].tolist() for key in ("prompt_ids", "completion_ids", REWARD))
     for i, row in enumerate(columns):
-        kept = completion_mask[i]
-        reward = float(batch[REWARD][i])
         yield RolloutText(
             uid=batch[UID][i],
-            prompt_ids=batch["prompt_ids"][i][prompt_mask[i]].tolist(),
-            completion_ids=batch["completion_ids"][i][kept].tolist(),
-            action=action[i][kept].tolist(),
-            reward=None if math.isnan(reward) else reward,
+            prompt_ids=list(compress(prompts[i], read[i])),
+            completion_ids=list(compress(completions[i], kept[i])),
+            action=list(compress(action[i], kept[i])),
+            reward=None if math.isnan(rewards[i]) else rewards[i],
             columns=row,
             tokenizer=tokenizer,
         )

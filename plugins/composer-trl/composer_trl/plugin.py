@@ -24,7 +24,8 @@ def composer_backends() -> Iterable[BackendPlugin]:
         native_objectives=frozenset(NATIVE),
         provides=lambda spec: PROVIDED,
         aggregations=frozenset(Aggregation),
-        honours=frozenset({"data.eval", "data.pairs", "data.max_tokens", "limits.kl"}),
+        honours=frozenset({"rollout", "data.eval", "data.pairs", "data.max_tokens", "limits.kl", "rollouts"}),
         derive=derive,
+        processes=lambda settings: settings.processes,
         install_hint="pip install composer-trl",
     )

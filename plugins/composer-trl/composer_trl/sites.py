@@ -13,11 +13,12 @@ import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from composer_core.traces.error_sites import RAISED, SITES_COLUMN, find_sites
-from composer_core.traces.messages import from_messages, observation, with_observations
-from composer_core.traces.model import Step, ToolCall, Trace
+from composer_core.traces.messages import from_messages
+from composer_core.traces.model import Observation, Step, ToolCall, Trace
 
 TOOLS_COLUMN = "tools"
 """Column with the definitions that the prompt was rendered with; a hint in the system message needs them."""
@@ -54,10 +55,10 @@ def rollout_columns(
 
 
 def conversation_sites(
-    completion: str | Sequence[Mapping[str, Any]], tools: Sequence[str | Mapping[str, Any]] = ()
+    completion: str | Sequence[Mapping[str, Any]], tools: Sequence[str | Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The error sites of one rollout, as `error_sites.rollout_sites` reads them; none of a text."""
-    if isinstance(completion, str):
+    """The error sites of one rollout, as `error_sites.rollout_sites` reads them; none of a text, or without tools."""
+    if isinstance(completion, str) or not tools:
         return []
     trace = Trace(id="rollout", steps=_steps(completion), format="trl", tools=tuple(map(_definition, tools)))
     return [
@@ -130,14 +131,8 @@ def _with_unparsed_call(step: Step) -> Step:
     said = _fault(body.strip(), closed=bool(closed) or not marked)
     name = _CALLED.search(body)
     call = ToolCall(id=_UNPARSED, name=name[1] if name else "", arguments=body.strip(), in_message=True)
-    seen = observation(_message_of_fault(said))
-    return with_observations(
-        Step(source="agent", message=step.message, reasoning=step.reasoning, tool_calls=(call,)), [seen]
-    )
-
-
-def _message_of_fault(said: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": _UNPARSED, "content": said, "is_error": True, RAISED: True}
+    seen = Observation(_UNPARSED, said, is_error=True, extra={"message": {RAISED: True}})
+    return replace(step, tool_calls=(call,), observations=(seen,))
 
 
 def _fault(body: str, *, closed: bool) -> str:

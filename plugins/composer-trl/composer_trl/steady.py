@@ -68,8 +68,8 @@ class SteadyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 raise NonFinite(fault)
         return loss
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        norm = super()._clip_grad_norm(model)
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if not math.isfinite(float(norm)):  # the same on every process by now
             raise NonFinite(f"the gradient norm is {float(norm)} at step {self.state.global_step + 1}")
         return norm
@@ -115,19 +115,20 @@ class SteadyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._evaluated.append(rewards.detach().cpu())
         return rewards
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """See `transformers.Trainer`; training goes on as if nothing had been evaluated."""
         self._evaluated = []
         before = capture_rng()
-        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        metrics: dict[str, float] = super().evaluate(eval_dataset, *args, **kwargs)
         restore_rng(before)
         if self._on_evaluation is not None:
-            self._on_evaluation(self.control, self._eval_metrics())
+            self._on_evaluation(self.control, self._eval_metrics(eval_dataset or self.eval_dataset))
         return metrics
 
-    def _eval_metrics(self) -> dict[str, float]:
+    def _eval_metrics(self, dataset: Any) -> dict[str, float]:
         """From every completion; trl's own are means of batches, whatever their sizes."""
         rewards = torch.cat(self._evaluated)  # (completions, rewards), over all processes
+        rewards = rewards[: len(dataset) * self.num_generations_eval]  # behind them rows that fill up the last batches
         weighted = (rewards * self.reward_weights.cpu()).nansum(dim=1)
         weighted[rewards.isnan().all(dim=1)] = math.nan
         scores = {name: rewards[:, i].tolist() for i, name in enumerate(self.reward_func_names)}

@@ -5,7 +5,7 @@ come together, `_prepare_inputs` has the micro-batches of a step after their shu
 with the policy's forward in it (`_get_per_token_logps_and_entropies`), and `_logs` is the only place where what was
 generated is kept. `_step`, `_buffered_inputs` and the sampler are what trl does not restore when it resumes: it would
 begin a new generation in the middle of one, and the second time through the data in the order of the first.
-`training_step` and `_clip_grad_norm` are the last places before a step is applied.
+`training_step` and `_get_grad_norm` are the last places before a step is applied.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_get_train_sampler": ("self", "dataset"),
     "_save_checkpoint": ("self", "model", "trial"),
-    "_clip_grad_norm": ("self", "model"),
+    "_get_grad_norm": ("self", "model", "grad_norm"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "evaluate": ("self", "eval_dataset", "ignore_keys", "metric_key_prefix"),
 }  # fmt: skip
@@ -46,14 +46,20 @@ BATCH_KEYS = frozenset({"prompt_ids", "prompt_mask", "completion_ids", "completi
 """Of what `_generate_and_score_completions` gives; checked at the first generation."""
 ATTRIBUTES = frozenset({
     "_step", "_buffered_inputs", "_metrics", "_tokenizer", "reward_weights", "reward_func_names", "num_generations",
-    "num_iterations", "max_completion_length", "temperature", "tools",
+    "num_iterations", "max_completion_length", "temperature", "tools", "_entropy_bonus_enabled", "aux_loss_enabled",
+    "router_aux_loss_coef",
 })  # fmt: skip
 """Instance attributes, checked likewise."""
+
+CHAT_TEMPLATES = frozenset({
+    "add_response_schema", "get_training_chat_template", "is_chat_template_prefix_preserving", "supports_tool_calling",
+})  # fmt: skip
+"""Functions of `trl.chat_template_utils`; `tools.py` asks them what the trainer will find out about a model."""
 
 
 def problems() -> list[str]:
     """One sentence per difference between the installed trl and the one this package was written against."""
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer, chat_template_utils
 
     installed = version("trl")
     found = []
@@ -67,4 +73,7 @@ def problems() -> list[str]:
     absent = sorted(set(OWNED) - set(GRPOConfig.__dataclass_fields__))
     if absent:
         found.append(f"trl {installed}: GRPOConfig has no field {', '.join(absent)}")
+    unknown = sorted(name for name in CHAT_TEMPLATES if not hasattr(chat_template_utils, name))
+    if unknown:
+        found.append(f"trl {installed}: chat_template_utils has no {', '.join(unknown)}")
     return found

@@ -34,6 +34,12 @@ def test_a_changed_signature_is_named_with_the_version(monkeypatch):
     assert problem.startswith("trl 1.16.")
 
 
+def test_a_missing_function_for_chat_templates_is_named(monkeypatch):
+    monkeypatch.delattr("trl.chat_template_utils.supports_tool_calling")
+    (problem,) = surface.problems()
+    assert problem.endswith(": chat_template_utils has no supports_tool_calling")
+
+
 def test_a_changed_surface_stops_before_anything_is_loaded(monkeypatch, tmp_path):
     monkeypatch.delattr(GRPOTrainer, "_generate_and_score_completions")
     with pytest.raises(MissingError, match=r"_generate_and_score_completions takes \(\), expected"):

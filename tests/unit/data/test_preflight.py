@@ -23,7 +23,7 @@ from composer_core.spec.model import (
     RunSpec,
     TrainSpec,
 )
-from composer_core.spec.sections import PairsSpec, TracesSpec
+from composer_core.spec.sections import EnvironmentSpec, PairsSpec, RolloutSpec, TracesSpec
 
 REGISTRY = Registry.discover(third_party=False)
 
@@ -97,6 +97,16 @@ def test_a_reward_that_fails_on_the_first_prompt_is_the_users_error(tasks, tmp_p
         f"{file}:2: tried on the first prompt: reward 'python' raised ZeroDivisionError: division by zero"
         "\n  completion: ''"
     )
+
+
+def test_a_reward_that_may_look_at_environments_is_left_to_the_run(tasks, tmp_path):
+    (tmp_path / "own.py").write_text("def score(completions, environments, **c):\n    return [len(environments)]\n")
+    settings = PythonRewardSettings(function=f"{tmp_path / 'own.py'}:score")
+    environment = EnvironmentSpec(use="python", factory="./env.py:Shop")
+    played = spec(tasks, plugged("python", settings)).model_copy(
+        update={"rollout": RolloutSpec(environment=environment)}
+    )
+    assert preflight(played, REGISTRY)[-1] == "reward python (weight 1): tried when the run starts"
 
 
 def test_any_row_without_a_rewards_column_is_found(tasks):

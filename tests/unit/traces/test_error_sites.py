@@ -305,6 +305,13 @@ def test_a_long_message_keeps_the_line_that_decided():
     assert len(site.context["error_message"]) == 604
 
 
+def test_an_exception_of_a_tool_that_runs_commands_is_about_its_arguments():
+    said = "bash() missing 1 required positional argument: 'command'"
+    flags = {"is_error": True, "extra": {"message": {"raised": True}}}
+    assert kinds(turn("bash", {}, said, **flags)) == [(0, "type_error")]
+    assert kinds(turn("bash", {}, said, is_error=True)) == []  # what a program wrote does not say so
+
+
 # -- rollouts ----------------------------------------------------------------------------------------------------------
 
 
