@@ -29,9 +29,10 @@ def check(
         show_json({"ok": True, "problems": []})
         return
     loss = loaded.spec.loss
+    objective = "-" if loss.objective is None else loss.objective.name
     channels = ", ".join(channel.name for channel in loss.channels) or "-"
     backend = loaded.spec.backend.name
-    typer.echo(f"{spec}: ok (backend {backend}, objective {loss.objective.name}, channels {channels})")
+    typer.echo(f"{spec}: ok (backend {backend}, objective {objective}, channels {channels})")
 
 
 def _problems(error: ComposerError) -> list[dict[str, Any]]:

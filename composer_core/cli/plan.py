@@ -68,22 +68,25 @@ def _look(spec: RunSpec, registry: Registry) -> tuple[list[str], TokenizerReport
     lines = preflight(spec, registry)
     filled = fill_spec(spec, os.environ)
     prompts = filled.data.prompts
-    return lines, check_tokenizer(filled, [] if prompts.dataset is not None else load_prompts(prompts))
+    rows = [] if prompts is None or prompts.dataset is not None else load_prompts(prompts)
+    return lines, check_tokenizer(filled, rows)
 
 
 def _show_spec(table: _Tables, spec: RunSpec, made: Plan) -> None:
     """What will be trained and how, as titled tables of names and values."""
-    table.show("run", {"name": spec.name, "seed": spec.seed, "steps": spec.train.steps})
+    run = {"name": spec.name, "seed": spec.seed, "steps": spec.train.steps, "processes": made.processes}
+    table.show("run", run)
     table.show("model", _given(spec.model.model_dump(mode="json")))
-    table.show("data", _given(spec.data.prompts.model_dump(mode="json")))
-    table.show("rewards", {reward.use: f"weight {reward.weight}" for reward in spec.data.rewards})
     data = spec.data
-    beside = {"held-out prompts": data.eval, "traces": data.traces, "pairs": data.pairs, "rollout": spec.rollout}
-    for title, section in {**beside, "replicas": spec.replicas}.items():
+    table.show("data", {} if data.prompts is None else _given(data.prompts.model_dump(mode="json")))
+    table.show("rewards", {reward.use: f"weight {reward.weight}" for reward in spec.data.rewards})
+    beside = {"traces": data.traces, "pairs": data.pairs, "rollout": spec.rollout, "replicas": spec.replicas}
+    for title, section in {"held-out prompts": data.eval, **beside}.items():
         table.show(title, _given(section.model_dump(mode="json")) if section is not None else {})
     table.show("teachers", {name: teacher.use for name, teacher in spec.teachers.items()})
+    objective = spec.loss.objective
     code = "the trainer's own code" if made.objective == "native" else "the core's code"
-    table.show("loss", {f"objective {spec.loss.objective.use}": code})
+    table.show("loss", {"objective": "none"} if objective is None else {f"objective {objective.use}": code})
     for channel in made.channels:
         needs = ", ".join(channel.needs) or "nothing beyond rollouts"
         table.show("", {f"channel {channel.name}": f"weight {channel.weight}; uses {needs}: {channel.reason}"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from composer_core.cli.common import JsonOption, OverridesArgument, SpecArgument, build_registry, show_json
-from composer_core.errors import MissingError, UsageError
+from composer_core.errors import UsageError
 
 if TYPE_CHECKING:
     from composer_core.plugins.registry import Registry
@@ -83,6 +82,7 @@ def _target(spec: RunSpec, out: Path | None) -> Path:
 def _replay(spec: RunSpec, registry: Registry, database: Database, *, target: Path, limit: int | None) -> Replay:
     from composer_core.teachers.asking import Asker
     from composer_core.teachers.budget import Budget
+    from composer_core.teachers.named import named_teacher
     from composer_core.teachers.replay import Replay
 
     names = spec.replay.teachers or list(spec.teachers)
@@ -99,7 +99,7 @@ def _replay(spec: RunSpec, registry: Registry, database: Database, *, target: Pa
     _require_prices(spec, names)
     limits = spec.limits
     budget = Budget(database, str(target), usd=limits.teacher_usd, tokens=limits.teacher_tokens)
-    askers = [Asker(name, _teacher(spec, registry, name), database, budget) for name in names]
+    askers = [Asker(name, named_teacher(spec, registry, name), database, budget) for name in names]
     return Replay(states, askers, spec.replay.samples, tools)
 
 
@@ -126,31 +126,13 @@ def _states(spec: RunSpec, registry: Registry, limit: int | None) -> tuple[list[
 
 def _require_prices(spec: RunSpec, names: Sequence[str]) -> None:
     """A budget means nothing where a teacher's price is not known before it is asked."""
-    from composer_core.plugins.teacher_settings import OpenAiTeacherSettings
+    from composer_core.plugins.teacher_settings import NO_PRICE, PRICE_IT, has_price
 
     if spec.limits.teacher_usd is None:
         return
     for name in names:
-        settings = spec.teachers[name].settings
-        if isinstance(settings, OpenAiTeacherSettings) and settings.price is None:
-            raise UsageError(
-                "limits.teacher_usd cannot be kept without this teacher's price",
-                at=f"teachers.{name}.price",
-                fix="price: {input: 1.25, output: 10.0} in dollars per million tokens; {input: 0, output: 0} if free",
-            )
-
-
-def _teacher(spec: RunSpec, registry: Registry, name: str) -> Any:
-    from composer_core.spec.environment import fill
-
-    block = fill(spec.teachers[name], os.environ, key=f"teachers.{name}")
-    _, contribution = registry.get(block.kind, block.use)
-    try:
-        return contribution.load()(block.settings)
-    except (UsageError, MissingError) as error:
-        own = error.at in type(block.settings).model_fields
-        at = f"teachers.{name}.{error.at}" if own else error.at or f"teachers.{name}"
-        raise type(error)(error.problem, at=at, fix=error.fix) from error
+        if not has_price(spec.teachers[name].settings):
+            raise UsageError(NO_PRICE, at=f"teachers.{name}.price", fix=PRICE_IT)
 
 
 def _estimate(work: Replay, spec: RunSpec) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from composer_core.channels.settings import ReplaySettings, SdpoSettings, replay_needs, sdpo_needs
+from composer_core.channels.settings import ReplaySettings, SdpoSettings, replay_needs, sdpo_needs, sdpo_teachers
 from composer_core.loss.presets import PRESETS
 from composer_core.plugins import builtin_settings as settings
 from composer_core.plugins.builtin_derive import derive_toy
@@ -32,6 +32,7 @@ def composer_loss_channels() -> Iterable[LossChannelPlugin]:
         target="composer_core.channels.sdpo:sdpo",
         settings=SdpoSettings,
         needs=sdpo_needs,
+        teachers=sdpo_teachers,
     )
     yield LossChannelPlugin(
         name="replay",
@@ -74,6 +75,7 @@ def composer_backends() -> Iterable[BackendPlugin]:
         aggregations=frozenset(Aggregation),
         honours=frozenset({"data.eval", "data.pairs", "limits.kl"}),
         derive=derive_toy,
+        processes=lambda settings: settings.processes,
         install_hint="pip install 'composer-core[hf]'",
     )
 
@@ -169,6 +171,7 @@ def composer_teachers() -> Iterable[TeacherPlugin]:
         summary="Any OpenAI-compatible server: OpenRouter, vLLM, OpenAI",
         target="composer_core.teachers.client:OpenAiTeacher",
         settings=OpenAiTeacherSettings,
+        scores=lambda settings: settings.scores,
         install_hint="pip install 'composer-core[data]'",
     )
     yield TeacherPlugin(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from composer_core.errors import Problem, SpecError
@@ -31,6 +32,7 @@ def derive_toy(spec: RunSpec) -> Derived:
         for key, asked in left_out.items()
         if asked
     ]
+    problems += _share_problems(spec)
     if problems:
         raise SpecError(problems)
     numbers = {
@@ -39,3 +41,15 @@ def derive_toy(spec: RunSpec) -> Derived:
         "optimiser steps per generation": train.iterations,
     }
     return Derived(numbers=numbers)
+
+
+def _share_problems(spec: RunSpec) -> Iterator[Problem]:
+    """Its ranks share whole prompts."""
+    processes = spec.backend.settings.model_dump()["processes"]
+    prompts, sequences = spec.train.prompts_per_step, spec.train.sequences_per_step
+    if prompts % processes and sequences % processes == 0:  # the plan has refused what no trainer can share
+        yield Problem(
+            key="train.prompts_per_step",
+            problem=f"{prompts} prompts cannot be shared equally by {processes} processes",
+            fix=f"a multiple of {processes}",
+        )

@@ -274,7 +274,10 @@ class PythonRewardSettings(Settings):
 
 
 class ToySettings(Settings):
-    """The toy trainer needs nothing; it exists to prove plugins, not to train models."""
+    """The toy trainer needs next to nothing; it exists to prove plugins, not to train models."""
+
+    processes: int = Field(1, ge=1)
+    """Processes of this machine that share the prompts of each step, on the CPU."""
 
 
 class InlineSettings(Settings):

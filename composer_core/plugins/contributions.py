@@ -109,8 +109,20 @@ def _derives_nothing(spec: RunSpec) -> Derived:
     return Derived()
 
 
+def _one_process(settings: Any) -> int:
+    return 1
+
+
 def _no_price(settings: Any) -> float | None:
     return None
+
+
+def _no_teachers(settings: Any) -> tuple[str, ...]:
+    return ()
+
+
+def _does_not_score(settings: Any) -> bool:
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +134,9 @@ class LossChannelPlugin(Contribution[LossChannel]):
     needs: Callable[[Any], tuple[frozenset[Need], ...]] = _no_needs
     """From the settings to alternatives of what the trainer must provide, best first; the plan takes the first
     alternative that the backend can serve, and refuses the spec where none fits."""
+    teachers: Callable[[Any], tuple[str, ...]] = _no_teachers
+    """From the settings to the names under `teachers:` that must score texts for it; it is then a
+    `loss.channel.TakesScorers`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +177,9 @@ class BackendPlugin(Contribution[Backend]):
     `rollout`, `data.eval`, `limits.kl`, ... A spec that uses another of them is refused when it is planned."""
     derive: Callable[[RunSpec], Derived] = _derives_nothing
     """From the spec to the trainer's own numbers, without importing it. Raises SpecError for what it cannot honour."""
+    processes: Callable[[Any], int] = _one_process
+    """From the settings to how many processes of one machine train together. The worker starts them and brings them
+    together under torch.distributed; each runs the same `Backend`, and only the main one writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +207,8 @@ class TeacherPlugin(Contribution[TeacherSource]):
 
     kind: ClassVar[Kind] = Kind.TEACHER
     hook: ClassVar[str] = "composer_teachers"
+    scores: Callable[[Any], bool] = _does_not_score
+    """From the settings to whether it gives log-probs of a text it is handed; it is then a `protocols.Scores`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ from composer_core.plugins.settings import PathKind, Settings
 
 OPENROUTER = "https://openrouter.ai/api/v1"
 OPENROUTER_KEY = "${env:OPENROUTER_API_KEY}"
+NO_PRICE = "limits.teacher_usd cannot be kept without this teacher's price"
+PRICE_IT = "price: {input: 1.25, output: 10.0} in dollars per million tokens; {input: 0, output: 0} if free"
 _NO_SCORES = frozenset({"openrouter.ai", "api.openai.com", "api.anthropic.com"})
 _OWN_KEYS = frozenset({"model", "messages", "tools", "max_tokens", "temperature", "n", "stream"})
 
@@ -49,7 +51,8 @@ class OpenAiTeacherSettings(Settings):
     attempts: int = Field(6, ge=1)
     """How often a request is sent before its state is given up."""
     scores: bool = False
-    """The server gives log-probs of a text it is handed (vLLM's `prompt_logprobs`)."""
+    """The server gives log-probs of a text it is handed as token ids, as vLLM's completions do (`prompt_logprobs`);
+    channels may then learn from them."""
     extra_body: dict[str, Any] = {}
     """Further keys of each request, as the server documents them."""
 
@@ -73,6 +76,11 @@ class OpenAiTeacherSettings(Settings):
         if self.scores and (host := urlsplit(self.base_url).hostname) in _NO_SCORES:
             raise ValueError(f"scores: {host} gives no log-probs of a text it is handed; a vLLM server does")
         return self
+
+
+def has_price(settings: Settings) -> bool:
+    """Whether the cost of a call is known before it is made."""
+    return not isinstance(settings, OpenAiTeacherSettings) or settings.price is not None
 
 
 class ScriptedSettings(Settings):

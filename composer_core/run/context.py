@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from composer_core.protocols import Objective, Reward
 from composer_core.spec.model import RunSpec
+
+if TYPE_CHECKING:
+    from composer_core.run.recorded import RecordedRow
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,19 @@ class Checkpoint:
     step: int
     """The last optimiser step that is in it; training goes on with the next."""
     folder: Path
-    """What the backend filled in `RunContext.checkpoint`."""
+    """What rank 0 filled in `RunContext.checkpoint`."""
+    rank: int = 0
+    """Of the process that this is for."""
+
+    @property
+    def own(self) -> Path:
+        """What this rank filled; `folder` itself for rank 0."""
+        return rank_folder(self.folder, self.rank)
+
+
+def rank_folder(checkpoint: Path, rank: int) -> Path:
+    """Where a rank's own part stands in the folder of a checkpoint."""
+    return checkpoint / f"rank{rank}" if rank else checkpoint
 
 
 class RunContext(Protocol):
@@ -48,7 +63,8 @@ class RunContext(Protocol):
     upstream: Mapping[str, Any]
     """The upstream configuration the plan derived, with the paths of this run still to be filled in."""
     rewards: Sequence[NamedReward]
-    objective: Objective
+    objective: Objective | None
+    """None with `rollouts: none`, unless the spec has one."""
     is_main: bool
     """Only the main process of several writes."""
     resume_from: Checkpoint | None
@@ -65,11 +81,20 @@ class RunContext(Protocol):
         ...
 
     def prompts(self) -> list[dict[str, Any]]:
-        """Rows with a `prompt` (chat messages or text) and all other columns."""
+        """Rows with a `prompt` (chat messages or text) and all other columns; none with `rollouts: none`."""
         ...
 
     def eval_prompts(self) -> list[dict[str, Any]]:
         """Held-out rows of the same form; empty where the spec has no `data.eval`."""
+        ...
+
+    @property
+    def recorded_file(self) -> Path:
+        """Where the rows of `data.traces` stand; they are made before the backend is called."""
+        ...
+
+    def recorded(self) -> Sequence[RecordedRow]:
+        """Rows of `data.traces` with `rollouts: none`, in the file's order; empty where the spec has no traces."""
         ...
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -92,9 +117,13 @@ class RunContext(Protocol):
         ...
 
     def checkpoint(self, step: int) -> AbstractContextManager[Path]:
-        """A folder to fill; on leaving without an exception it becomes `checkpoints/step_N`, complete."""
+        """A folder to fill; on leaving without an exception it becomes `checkpoints/step_N`, complete.
+
+        A collective of all processes. The main one writes what they share, and each what is its own: random generators,
+        rollouts in use. It finds that again in `Checkpoint.own`.
+        """
         ...
 
     def trained_model(self) -> AbstractContextManager[Path]:
-        """A folder to fill; on leaving without an exception it becomes `model/`."""
+        """A folder to fill; on leaving without an exception it becomes `model/`. Only the main process's counts."""
         ...

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from composer_core.run.processes import process_start
 from composer_core.run.tripwires import Tripwire
 
 INTERRUPTED_TWICE = 130
@@ -55,18 +56,21 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def follow_parent(self) -> None:
-        """Take the death of the process in COMPOSER_PARENT for SIGTERM, so that nothing trains on unnoticed."""
+    def follow_parent(self, by: signal.Signals = signal.SIGTERM) -> None:
+        """Get this signal when the process in COMPOSER_PARENT dies, so that nothing trains on unnoticed.
+
+        SIGKILL is for a process that has nothing to save alone, and may wait where no handler ever runs.
+        """
         wanted = os.environ.get(PARENT_VARIABLE)
         if wanted is None or sys.platform != "linux":
             return
         self._parent = os.getppid()
         # The kernel's own promise; polling would miss the hours that a single call of a trainer can take.
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0):
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-        if not _exists(int(wanted)):  # it died before the line above
+        if not process_start(int(wanted)):  # it died before the line above
             self._parent = -1
-            self._received(signal.SIGTERM, None)
+            os.kill(os.getpid(), by)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -150,13 +154,3 @@ def agree(reason: str | None) -> str | None:
     message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(here)
     dist.broadcast(message, src=source)
     return bytes(message.tolist()).rstrip(b"\0").decode("utf-8", "replace")
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # somebody else's: it is there
-    return True

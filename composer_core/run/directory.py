@@ -2,7 +2,7 @@
 
     runs/<name>-<time>-<4 hex>/
       spec.yaml        as given              events.jsonl    started | resumed, checkpoint, finished | stopped | failed
-      resolved.json    value and source      rollouts.jsonl  sampled completions
+      resolved.json    value and source      rollouts.jsonl  sampled completions (recorded.jsonl: rows of traces)
       plan.json        all a worker needs    checkpoints/step_N/   complete or absent
       provenance.json  versions, git, host   model/          the trained model, complete or absent
       metrics.jsonl    one line a step       logs/  report.html  lock.json (who runs it)  STOP (a wish, see control.py)
@@ -92,6 +92,11 @@ class RunDirectory:
         return self.path / "rollouts.jsonl"
 
     @property
+    def recorded(self) -> Path:
+        """Rows of recorded traces, of a run without rollouts."""
+        return self.path / "recorded.jsonl"
+
+    @property
     def report(self) -> Path:
         """The page a user opens."""
         return self.path / "report.html"
@@ -156,6 +161,11 @@ class RunDirectory:
         """(step, folder) of those that are complete, oldest first."""
         found = [(step, find_complete(self.checkpoints / f"step_{step}")) for step in self.checkpoint_steps()]
         return [(step, path) for step, path in found if path is not None]
+
+    def newest_checkpoint(self) -> str:
+        """The newest complete one in words: `checkpoints/step_N`, or `none`."""
+        complete = self.complete_checkpoints()
+        return f"{self.checkpoints.name}/{complete[-1][1].name}" if complete else "none"
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that somebody began to save, complete or not, in order."""

@@ -1,7 +1,7 @@
-"""What a run hands to its channels before the first step: the installed plugins, and preference pairs.
+"""What a run prepares before the first step: plugins and preference pairs for its channels, rows of recorded traces.
 
 Rows of rollouts are not here: those come while it trains (`loss/composite.py`). A channel that wants something says so
-by having the method (`loss/channel.py`: `TakesRegistry`, `TakesPairs`).
+by having the method (`loss/channel.py`: `TakesRegistry`, `TakesPairs`, `HintsTraces`).
 """
 
 from __future__ import annotations
@@ -15,20 +15,27 @@ from composer_core.loss.channel import TakesPairs, TakesRegistry
 from composer_core.loss.composite import CompositeLoss
 from composer_core.plugins.registry import Registry
 from composer_core.run.context import RunContext
+from composer_core.run.control import agree
+from composer_core.spec.rollouts import NONE
+from composer_core.spec.sections import TracesSpec
 
 if TYPE_CHECKING:
     from composer_core.protocols import Row
 
 
 def feed(loss: CompositeLoss, run: RunContext, registry: Registry) -> None:
-    """Hand over what the channels take.
+    """Hand over what the channels take; without rollouts, have the recorded traces ready.
 
     Raises:
-        UsageError: a channel learns from pairs, and the spec has none or they are not usable.
+        UsageError: a channel learns from pairs, and the spec has none or they are not usable; or no trace is.
     """
     for active in loss.active:
         if isinstance(active.channel, TakesRegistry):
             active.channel.take_registry(registry)
+    if run.spec.rollouts == NONE and run.spec.data.traces is not None:
+        if run.is_main and not run.recorded_file.is_file():
+            _record(loss, run, run.spec.data.traces, registry)
+        agree(None)  # the other processes read what the main one wrote
     takers = {active.name: active.channel for active in loss.active if isinstance(active.channel, TakesPairs)}
     if not takers:
         return
@@ -41,6 +48,16 @@ def feed(loss: CompositeLoss, run: RunContext, registry: Registry) -> None:
     rows = _pair_rows(run, Path(run.spec.data.pairs.path))
     for channel in takers.values():
         channel.take_pairs(rows)
+
+
+def _record(loss: CompositeLoss, run: RunContext, traces: TracesSpec, registry: Registry) -> None:
+    from composer_core.hf.models import load_tokenizer
+    from composer_core.run.recorded import Recorder
+
+    tokenizer = load_tokenizer(run.model_folder(), trust_remote_code=run.spec.model.trust_remote_code)
+    recorder = Recorder(loss, registry, tokenizer, run.spec.data.max_tokens)
+    recorder.write(traces, run.recorded_file)
+    run.event("traces", path=traces.path, **recorder.facts())
 
 
 def _pair_rows(run: RunContext, path: Path) -> list[Row]:

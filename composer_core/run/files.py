@@ -27,10 +27,14 @@ SCARCE_BYTES = 1 << 16
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` as one step: readers see the old content or the new one."""
+    _replace(path, [text])
+
+
+def _replace(path: Path, texts: Iterable[str]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+            file.writelines(texts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -50,7 +54,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
     """Replace a file of JSON lines as one step."""
-    write_text(path, "".join(_line(value) for value in values))
+    _replace(path, map(_line, values))
 
 
 def _line(value: Mapping[str, Any]) -> str:

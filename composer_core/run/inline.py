@@ -17,6 +17,7 @@ from composer_core.plugins.builtin_settings import InlineSettings
 from composer_core.protocols import Job, JobHandle, JobState, JobStatus
 from composer_core.run.control import INTERRUPTED_TWICE, PARENT_VARIABLE
 from composer_core.run.directory import RunDirectory
+from composer_core.run.processes import death
 
 QUIET_LIBRARIES = {
     # progress bars and chatter would tear our own display apart
@@ -110,9 +111,7 @@ class InlineExecutor:
             # it came before the worker could catch it
             return _ended(directory, "stopped before the worker was up", Stopped.exit_code, event="stopped")
         if code < 0:
-            guess = " (by the system when memory runs out)" if code == -signal.SIGKILL else ""
-            name = signal.Signals(-code).name
-            return _ended(directory, f"the worker was killed by {name}{guess}", RunFailed.exit_code)
+            return _ended(directory, f"the worker {death(code)}", RunFailed.exit_code)
         return code
 
     def _command(self, job: Job) -> list[str]:
@@ -125,9 +124,7 @@ class InlineExecutor:
 
 def _ended(directory: RunDirectory, reason: str, exit_code: int, *, event: str = "failed") -> int:
     """Say for the worker, which could not, how it ended."""
-    complete = directory.complete_checkpoints()
-    last = f"checkpoints/{complete[-1][1].name}" if complete else "none"
-    message = f"{reason}; last complete checkpoint: {last}"
+    message = f"{reason}; last complete checkpoint: {directory.newest_checkpoint()}"
     directory.event(event, reason=message, exit_code=exit_code)
     print(message, file=sys.stderr)
     return exit_code

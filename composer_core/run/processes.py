@@ -1,8 +1,11 @@
-"""Whether a process that left its id somewhere still runs: locks of runs and reservations of teachers ask the same."""
+"""Whether a process that left its id somewhere still runs, which locks of runs and reservations of teachers ask; and in
+words, how one ended.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 
@@ -28,3 +31,11 @@ def is_running(pid: int, start: str) -> bool:
     except PermissionError:
         pass  # somebody else's process: it is there
     return process_start(pid) == start
+
+
+def death(code: int) -> str:
+    """How a process ended, from its exit code as `subprocess` gives it: goes behind "the worker", "rank 1"."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    guess = " (by the system when memory runs out)" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{guess}"

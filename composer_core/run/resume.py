@@ -22,6 +22,7 @@ from composer_core.run.context import Checkpoint
 from composer_core.run.directory import STARTS, RunDirectory
 from composer_core.run.files import JsonLines, marker, read_jsonl, write_lines
 from composer_core.run.provenance import versions
+from composer_core.run.ranks import rank
 from composer_core.spec.model import PLUG_POINTS, WEIGHTED
 from composer_core.spec.resolved import leaves, values
 
@@ -96,7 +97,8 @@ def _as_written(spec: Mapping[str, Any]) -> dict[str, Any]:
             weight = {"weight": found["weight"]} if kind in WEIGHTED else {}
             return {"use": found["use"], **weight, **found["settings"]}
 
-        container[path[-1]] = point.map(block, container[path[-1]])
+        if (found := container.pop(path[-1])) is not None:
+            container[path[-1]] = point.map(block, found)
     return written
 
 
@@ -199,7 +201,7 @@ def checkpoint_of(directory: RunDirectory, step: int) -> Checkpoint:
     """
     for found, folder in directory.complete_checkpoints():
         if found == step:
-            return Checkpoint(step, folder)
+            return Checkpoint(step, folder, rank())
     raise RunFailed(f"checkpoint step_{step} is not there or not complete", at=str(directory.checkpoints))
 
 

@@ -1,6 +1,7 @@
 """What every executor starts: `python -m composer_core.run.worker [--quiet] [--resume STEP] RUN_DIRECTORY/plan.json`.
 
 It runs in the trainer's own interpreter, reads everything from the plan, trains, and ends with the run's exit code.
+Where the plan wants several processes, the first one starts the others (`ranks.py`); all of them run what stands here.
 A mistake of the user is one message on stderr; tracebacks go to logs/worker.log (and to stderr with COMPOSER_DEBUG=1).
 Nothing heavy is imported here at the top, so that signals are caught from the first moments on.
 """
@@ -12,19 +13,21 @@ import json
 import logging
 import os
 import random
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_core.errors import ComposerError, MissingError, RunFailed, Stopped, UsageError
-from composer_core.run.control import Control, StopSignals
+from composer_core.run.control import Control, StopSignals, agree
 from composer_core.run.directory import DEBUG_VARIABLE, RunDirectory
 from composer_core.run.files import disk_full
+from composer_core.run.ranks import Failure, Ranks, log_name, rank, started_by_rank_0
 from composer_core.run.resume import checkpoint_of, set_lines_aside, spent_seconds
 
 if TYPE_CHECKING:
@@ -51,81 +54,123 @@ def main(argv: Sequence[str]) -> int:
         print(UsageError("no such plan", at=str(arguments.plan)), file=sys.stderr)
         return UsageError.exit_code
     directory = RunDirectory(arguments.plan.absolute().parent)
+    call = _Call(tuple(argv), arguments.quiet, arguments.resume)
     with StopSignals() as signals, _log_file(directory):
-        signals.follow_parent()
-        code = _run(directory, signals, quiet=arguments.quiet, resume=arguments.resume)
-    return code
+        signals.follow_parent(signal.SIGKILL if started_by_rank_0() else signal.SIGTERM)
+        return _run(directory, signals, call)
 
 
-def _run(directory: RunDirectory, signals: StopSignals, *, quiet: bool, resume: int | None) -> int:
+@dataclass(frozen=True)
+class _Call:
+    """What this program was started with."""
+
+    argv: tuple[str, ...]
+    quiet: bool
+    resume: int | None
+
+
+def _run(directory: RunDirectory, signals: StopSignals, call: _Call) -> int:
     """Train, say in events.jsonl and on stderr how it ended, and draw the report."""
     try:
-        if _is_main():
+        if rank() == 0:
             directory.lock()
     except ComposerError as error:  # the directory belongs to somebody else: not a word in its files
         print(error, file=sys.stderr)
         return error.exit_code
     try:
-        event, reason, code = _outcome(directory, signals, quiet=quiet, resume=resume)
-        if _is_main():
-            directory.event(event, reason=reason, exit_code=code)
-            _report(directory)
+        event, reason, code = _outcome(directory, signals, call)
+        if rank() == 0:
+            _finish(directory, event, reason, code)
     except RunFailed as error:  # the event cannot be written: a full disk
         print(error, file=sys.stderr)
         return error.exit_code
     return code
 
 
-def _outcome(directory: RunDirectory, signals: StopSignals, *, quiet: bool, resume: int | None) -> tuple[str, str, int]:
+def _finish(directory: RunDirectory, event: str, reason: str, code: int) -> None:
+    directory.event(event, reason=reason, exit_code=code)
+    _report(directory)
+
+
+def _outcome(directory: RunDirectory, signals: StopSignals, call: _Call) -> tuple[str, str, int]:
     """The event that ends the run, its reason, and the exit code."""
+
+    def give_up(failure: Failure) -> None:
+        _show(None, failure.reason)
+        _finish(directory, "failed", failure.reason, failure.exit_code)
+
+    ranks = Ranks(directory, give_up)
     try:
-        result = _train(directory, signals, quiet=quiet, resume=resume)
+        result = _train(directory, signals, call, ranks)
         if result.stopped:
             raise Stopped(result.stopped)
+        ranks.end(failed=False)
     except Stopped as stop:
+        ranks.end(failed=False)
         return "stopped", str(stop), stop.exit_code
     except (Exception, SystemExit) as error:  # a trainer or a reward that calls sys.exit must not look like success
-        known = error if isinstance(error, ComposerError) else disk_full(error, directory.path)
-        if known is not None:
-            _show(error, str(known))
-            return "failed", str(known), known.exit_code
-        reason = f"internal error: {type(error).__name__}: {error}"
-        _show(error, f"{reason} (traceback in {directory.logs.name}/worker.log)")
-        return "failed", reason, INTERNAL_ERROR
+        failure, hint = ranks.blame(error), ""
+        if failure is None:
+            failure, hint = _own_failure(error, directory)
+        ranks.tell(failure)
+        ranks.end(failed=True)
+        _show(error, failure.reason + hint)
+        return "failed", failure.reason, failure.exit_code
     return "finished", "", 0
 
 
-def _show(error: BaseException, message: str) -> None:
+def _own_failure(error: BaseException, directory: RunDirectory) -> tuple[Failure, str]:
+    """Reason and exit code, and what to say behind the reason on the console."""
+    known = error if isinstance(error, ComposerError) else disk_full(error, directory.path)
+    if known is not None:
+        return Failure(str(known), known.exit_code), ""
+    reason = f"internal error: {type(error).__name__}: {error}"
+    return Failure(reason, INTERNAL_ERROR), f" (traceback in {directory.logs.name}/{log_name()})"
+
+
+def _show(error: BaseException | None, message: str) -> None:
     logger.error(message, exc_info=error)
-    if os.environ.get(DEBUG_VARIABLE) == "1":
+    if rank() != 0:
+        return  # the other ranks found the same mistake, or rank 0 will hear of this one
+    if error is not None and os.environ.get(DEBUG_VARIABLE) == "1":
         traceback.print_exception(error)
     print(message, file=sys.stderr, flush=True)
 
 
-def _train(directory: RunDirectory, signals: StopSignals, *, quiet: bool, resume: int | None) -> TrainResult:
+def _train(directory: RunDirectory, signals: StopSignals, call: _Call, ranks: Ranks) -> TrainResult:
     """From plan.json to the trained model."""
-    from composer_core.run.feeding import feed
-
     started = time.monotonic()
-    checkpoint = None if resume is None else checkpoint_of(directory, resume)
+    checkpoint = None if call.resume is None else checkpoint_of(directory, call.resume)
     spent = _begin(directory, checkpoint)
-    spec, plan, registry = _restore(directory)
+    document = _document(directory)
+    ranks.start(document, call.argv)
+    from composer_core.run.feeding import feed  # and torch with it, which reads the environment that was set here
+    from composer_core.run.scoring import scoring_teachers
+
+    spec, plan, registry = _restore(document)
+    ranks.join()
     _seed(spec.seed)
     backend: Backend = _build(registry, spec.backend)
     problems = backend.check()
     if problems:
         raise MissingError(f"backend {spec.backend.use!r} cannot run here: " + "; ".join(problems))
-    if _is_main():
+    if rank() == 0:
         _record_provenance(directory, spec, plan)
-    objective: Objective = _build(registry, spec.loss.objective)
+    objective: Objective | None = None if spec.loss.objective is None else _build(registry, spec.loss.objective)
     loss = _composite(spec, plan, registry, objective)
     control = _control(directory, spec, loss, signals, spent_s=spent + time.monotonic() - started)
-    session = _session(directory, spec, plan, registry, objective, control, checkpoint=checkpoint, quiet=quiet)
+    channels = [active.name for active in loss.active]
+    session = _session(
+        directory, spec, plan, registry, objective, control, channels=channels, checkpoint=checkpoint, quiet=call.quiet
+    )
     with closing(session):
-        if (reason := control.reason()) is not None:
+        if (reason := agree(control.reason())) is not None:
             raise Stopped(f"{reason} before the first step")
-        feed(loss, session, registry)
-        result = backend.train(session, loss)
+        for note in plan.notes:
+            session.note(note)
+        with scoring_teachers(loss, session, registry, scope=str(directory.path)):
+            feed(loss, session, registry)
+            result = backend.train(session, loss)
     if checkpoint is not None and result.steps <= checkpoint.step and not result.stopped:
         raise RunFailed(f"backend {spec.backend.use!r} resumed after step {checkpoint.step} and trained no step")
     return result
@@ -133,7 +178,7 @@ def _train(directory: RunDirectory, signals: StopSignals, *, quiet: bool, resume
 
 def _begin(directory: RunDirectory, checkpoint: Checkpoint | None) -> float:
     """Say that it starts or goes on; how many seconds earlier parts of the run took."""
-    if not _is_main():
+    if rank() != 0:
         return 0.0  # the main process keeps the time, and `agree` tells the others
     if checkpoint is None:
         directory.event("started", pid=os.getpid())
@@ -144,14 +189,17 @@ def _begin(directory: RunDirectory, checkpoint: Checkpoint | None) -> float:
     return spent
 
 
-def _restore(directory: RunDirectory) -> tuple[RunSpec, Plan, Registry]:
+def _document(directory: RunDirectory) -> Any:
+    try:
+        return json.loads(directory.plan.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"not JSON: {error}", at=str(directory.plan)) from error
+
+
+def _restore(document: Any) -> tuple[RunSpec, Plan, Registry]:
     from composer_core.plugins.registry import Registry
     from composer_core.spec.plan import restore
 
-    try:
-        document = json.loads(directory.plan.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"not JSON: {error}", at=str(directory.plan)) from error
     registry = Registry.discover()
     spec, plan = restore(document, registry)
     return spec, plan, registry
@@ -163,7 +211,7 @@ def _build(registry: Registry, plugged: Plugged) -> Any:
     return contribution.load()(plugged.settings)
 
 
-def _composite(spec: RunSpec, plan: Plan, registry: Registry, objective: Objective) -> CompositeLoss:
+def _composite(spec: RunSpec, plan: Plan, registry: Registry, objective: Objective | None) -> CompositeLoss:
     from composer_core.loss.composite import ActiveChannel, CompositeLoss
     from composer_core.protocols import Need
 
@@ -197,9 +245,10 @@ def _session(
     spec: RunSpec,
     plan: Plan,
     registry: Registry,
-    objective: Objective,
+    objective: Objective | None,
     control: Control,
     *,
+    channels: Sequence[str],
     checkpoint: Checkpoint | None,
     quiet: bool,
 ) -> RunSession:
@@ -215,8 +264,9 @@ def _session(
         rewards=build_rewards(spec, registry),
         objective=objective,
         control=control,
-        sinks=open_sinks(spec.sinks, directory, resumed=checkpoint is not None) if _is_main() else (),
-        display=display(spec.train.steps, sys.stderr, quiet=quiet or not _is_main()),
+        channels=channels,
+        sinks=open_sinks(spec.sinks, directory, resumed=checkpoint is not None) if rank() == 0 else (),
+        display=display(spec.train.steps, sys.stderr, quiet=quiet or rank() != 0),
         resume_from=checkpoint,
     )
 
@@ -263,8 +313,7 @@ class _LogFile(logging.FileHandler):
 def _log_file(directory: RunDirectory) -> Iterator[None]:
     """Python's logging and warnings go to a file, so that the progress display keeps the console."""
     directory.logs.mkdir(exist_ok=True)
-    name = "worker.log" if _is_main() else f"worker-{os.environ['RANK']}.log"
-    handler = _LogFile(directory.logs / name, encoding="utf-8")
+    handler = _LogFile(directory.logs / log_name(), encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     level = root.level
@@ -278,10 +327,6 @@ def _log_file(directory: RunDirectory) -> Iterator[None]:
         root.setLevel(level)
         root.removeHandler(handler)
         handler.close()
-
-
-def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """A double of an OpenAI-compatible server on loopback: real HTTP, answers by a function of the test's.
 
+Make them with `answer` (chat) and `scored` (log-probs of a text).
+
 with ChatServer(lambda body: Reply(answer("ok"))) as server:
 ... server.url, server.requests ...
 """
@@ -49,6 +51,20 @@ def answer(
     if cost is not None:
         usage["cost"] = cost
     return {"model": model, "choices": [{"index": 0, "message": message, "finish_reason": finish}], "usage": usage}
+
+
+def scored(
+    body: Mapping[str, Any], logp: Callable[[int], float], *, text: Callable[[int], str] | None = None
+) -> dict[str, Any]:
+    """A completion's body with the log-prob of each token id of the prompt, as vLLM gives them; `text`: what it takes
+    an id for.
+    """
+    listed: list[dict[str, Any] | None] = [None]
+    for token in body["prompt"][1:]:
+        entry = {"logprob": logp(token), "rank": 1} | ({} if text is None else {"decoded_token": text(token)})
+        listed.append({str(token): entry})
+    usage = {"prompt_tokens": len(listed), "completion_tokens": 1}
+    return {"model": body["model"], "choices": [{"index": 0, "text": "", "prompt_logprobs": listed}], "usage": usage}
 
 
 class ChatServer:

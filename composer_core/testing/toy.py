@@ -134,7 +134,7 @@ class _Training:
         drawn = self.draw(step)
         everyone = gather(drawn.rewards)
         rollouts, advantages = self.compare(drawn, everyone)
-        prepared = [self.loss.prepare(text) for text in _texts(drawn, self.tokenizer)]
+        prepared = self.loss.prepare_all(list(_texts(drawn, self.tokenizer)))
         window = Window(
             rollouts=rollouts,
             rows={active.name: [rows[active.name] for rows in prepared] for active in self.loss.active},

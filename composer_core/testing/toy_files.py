@@ -4,6 +4,7 @@ config.json, model.safetensors, tokenizer...   a Hugging Face folder
 optimizer.safetensors                          "<parameter>.<exp_avg | exp_avg_sq | step>"
 toy.json, toy.safetensors                      generators, place among the prompts, unused rollouts (`toy_state.py`)
 loss.json, loss.safetensors                    state of channels and objective
+rank1/, rank2/, ...                            toy.json, toy.safetensors of the other ranks
 """
 
 from __future__ import annotations

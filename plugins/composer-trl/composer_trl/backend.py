@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
+from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
 from composer_core.errors import NonFinite, RunFailed, UsageError
@@ -224,12 +225,14 @@ def config_of(run: RunContext, kind: type[Any] = GRPOConfig) -> Any:
         UsageError: upstream's own checks refuse it.
     """
     own: dict[str, Any] = {"output_dir": str(run.scratch), "disable_tqdm": True}
-    if rank_count() > 1 and not torch.cuda.is_available():
-        own["use_cpu"] = True  # unless told, accelerate takes ranks without a GPU for processes on their own
+    # unless told, accelerate takes ranks without a GPU for processes on their own, and transformers refuses bfloat16
+    low = bool(run.upstream.get("bf16")) and not is_torch_bf16_gpu_available()
+    if (rank_count() > 1 or low) and not torch.cuda.is_available():
+        own["use_cpu"] = True
         # else it calls the device of a rank cpu:0, to which torch.load cannot bring an optimiser's state
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     try:
-        return kind(**run.upstream, **own)
+        return kind(**{**own, **run.upstream})
     except (ValueError, TypeError) as error:
         raise UsageError(f"trl refuses this configuration: {error}", at="backend.options") from error
 

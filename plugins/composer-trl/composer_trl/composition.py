@@ -78,7 +78,7 @@ class Composition:
 
     def rows(self, rollouts: Sequence[RolloutText]) -> list[dict[str, Row | None]]:
         """Each channel's row of each rollout."""
-        return [self.loss.prepare(rollout) for rollout in rollouts]
+        return self.loss.prepare_all(rollouts)
 
     # -- one optimiser step ------------------------------------------------------------------------------------------
 

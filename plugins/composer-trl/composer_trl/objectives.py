@@ -7,7 +7,7 @@ ratio (`use_bias_correction_kl`), and the divisor of `dr_grpo` is sequences x `m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,23 @@ def config_fields(objective: str, settings: ObjectiveSettings) -> dict[str, Any]
         "mask_truncated_completions": settings.drop_truncated,
         **_CLIP_FIELDS[PRESETS[objective].clip](settings),
     }
+
+
+OWN_LOSS_ONLY: dict[str, tuple[Any, ...]] = {
+    "entropy_coef": (0.0,),
+    "use_adaptive_entropy": (False,),
+    "top_entropy_quantile": (1.0,),
+    "off_policy_mask_threshold": (None,),
+    "use_bias_correction_kl": (True,),
+    "multi_objective_aggregation": ("sum_then_normalize",),
+    "router_aux_loss_coef": (None, 0.0),
+}
+"""GRPOConfig fields that nothing but TRL's own loss and advantages reads -> the values that ask for nothing."""
+
+
+def ignored_fields(fields: Mapping[str, Any]) -> list[str]:
+    """Which of these GRPOConfig fields would do nothing, because the core computes the objective."""
+    return [name for name, idle in OWN_LOSS_ONLY.items() if name in fields and fields[name] not in idle]
 
 
 def core_fields(objective: str, settings: Settings) -> dict[str, Any]:

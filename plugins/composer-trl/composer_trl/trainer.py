@@ -18,13 +18,15 @@ from transformers import TrainerCallback
 from trl import GRPOConfig
 
 from composer_core.batch import Batch
-from composer_core.errors import MissingError, NonFinite, RunFailed
+from composer_core.errors import MissingError, NonFinite, RunFailed, UsageError
 from composer_core.loss.composite import CompositeLoss
-from composer_trl import surface
+from composer_core.loss.heads import take_apart
+from composer_trl import policy_head, surface
 from composer_trl.advantages import objective_advantages
 from composer_trl.composition import ROWS, Composition
 from composer_trl.metrics import OWN
 from composer_trl.micro_batch import GROUP, REWARD, UID, Forward, ids_and_mask, listen, texts_of
+from composer_trl.objectives import ignored_fields
 from composer_trl.po_config import refuse_traps
 from composer_trl.sites import rollout_columns
 from composer_trl.steady import SteadyGRPOTrainer
@@ -52,12 +54,16 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
         model, reward_funcs, args, rest, kwargs: as `trl.GRPOTrainer` takes them, and `steady.SteadyGRPOTrainer`.
         loss: channels beside the policy loss, and the objective where the trainer's own is not to be used.
         native: the policy loss is the trainer's own, by `args.loss_type`; False: it is `loss.objective`.
+        own_head: beside channels or an objective of the core, take the policy's log-probs from the core's output head
+            where that is faster (`policy_head.py`); then they equal TRL's but for rounding, else bit by bit.
         on_generation: called on every process after each generation while training.
 
     Raises:
-        ValueError: a GRPOConfig that computes something else than it says, a KL without a model to reload as the
-            reference, an adapter on `lm_head`, or `steps_per_generation` that is no multiple of the accumulation.
+        ValueError: a GRPOConfig that computes something else than it says or that asks for what nobody computes, a KL
+            without a model to reload as the reference, an adapter on `lm_head`, or `steps_per_generation` that is no
+            multiple of the accumulation.
         MissingError: the installed trl is not the one this class was written against.
+        UsageError: channels, or an objective of the core, on a model whose log-probs depend on padding.
 
     Example::
 
@@ -76,6 +82,7 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
         *rest: Any,
         loss: CompositeLoss | None = None,
         native: bool = True,
+        own_head: bool = False,
         on_generation: Callable[[Generation], None] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -85,6 +92,7 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
         _refuse_head_adapter(kwargs.get("peft_config"))
         self._on_generation = on_generation
         self._composition: Composition | None = None
+        self._own_head = own_head
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if loss is not None and (loss.active or not native):
             self._compose(loss, native=native)
@@ -96,6 +104,11 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
                 f"steps_per_generation={generated} must be a multiple of gradient_accumulation_steps={accumulated}: "
                 "the rows of an optimiser step are counted before its first forward"
             )
+        _refuse_absolute_positions(self.model.config.model_type)
+        if not native:
+            if loss.objective is None:
+                raise ValueError("native=False lets the core compute the objective, and this loss has none")
+            self._refuse_ignored()
         self._composition = Composition(
             loss,
             self.accelerator.unwrap_model(self.model),
@@ -106,6 +119,16 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
         self._forward: Forward | None = None
         self._step_metrics: dict[str, float] = {}
         self.add_callback(AfterOptimizer(self._after_optimizer))
+
+    def _refuse_ignored(self) -> None:
+        ignored = ignored_fields(vars(self.args))
+        if ignored:
+            raise ValueError(f"{', '.join(ignored)}: only trl's own loss reads it, and the core computes the objective")
+        if self.aux_loss_enabled:
+            raise ValueError(
+                f"the core's objectives have no load-balancing loss, and trl would add one with weight "
+                f"{self.router_aux_loss_coef:g} for this mixture-of-experts model: set router_aux_loss_coef=0"
+            )
 
     # -- where rollouts end ------------------------------------------------------------------------------------------
 
@@ -155,7 +178,7 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
             rollout_columns({**row, "prompt": prompt}, completion, schemas)
             for row, prompt, completion in zip(inputs, prompts, completions, strict=True)
         )
-        batch[ROWS] = composition.rows(texts_of(batch, columns, tokenizer=self._tokenizer))
+        batch[ROWS] = composition.rows(list(texts_of(batch, columns, tokenizer=self._tokenizer)))
 
     def _compare(self, composition: Composition, batch: dict[str, Any], *, rewards: Tensor) -> None:
         """The objective's own advantages, in TRL's batch and in its log of completions."""
@@ -217,10 +240,32 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
             return composition.not_a_number(self._forward)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if self._composition is not None and self._forward is not None and torch.is_grad_enabled():
-            self._forward.logps = scored[0]
+        if self._composition is None or self._forward is None or not torch.is_grad_enabled():
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        scored = self._scored_by_core(*args, **kwargs) or super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._forward.logps = scored[0]
         return scored
+
+    def _scored_by_core(
+        self, model: Any, ids: Tensor, mask: Tensor, width: int, **more: Any
+    ) -> tuple[Tensor, Tensor, None] | None:
+        """None where TRL's head is wanted, or faster, or gives something that the core's does not."""
+        parts = take_apart(self.accelerator.unwrap_model(model))
+        wanted = self._own_head and not self._entropy_bonus_enabled and policy_head.is_enough(more)
+        if parts is None or not wanted or not policy_head.is_faster(ids):
+            return None
+        assert self._forward is not None
+        logps, entropies = policy_head.score(
+            model,
+            ids,
+            mask,
+            width,
+            forward=self._forward,
+            head=parts.head,
+            temperature=self.temperature,
+            autocast=self.accelerator.autocast,
+        )
+        return logps, entropies, None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """See `transformers.Trainer`.
@@ -277,6 +322,21 @@ def _refuse_unloadable_reference(model: Any, args: GRPOConfig, *, peft_config: A
         raise ValueError(
             f"beta={args.beta} needs a reference model, which trl loads again from the model's own path; this model "
             "was made in memory. Save it first and pass the folder, or set beta=0"
+        )
+
+
+_COUNTS_COLUMNS = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "biogpt", "xglm"})
+"""Model types that number positions from the first column, padding included, where no position ids are given."""
+
+
+def _refuse_absolute_positions(model_type: str) -> None:
+    """Of a row padded on the left TRL gives no position ids: what a loss reads would depend on the other rows."""
+    if model_type in _COUNTS_COLUMNS:
+        raise UsageError(
+            f"trl pads prompts on the left, and {model_type} counts its positions from the first column: the same "
+            "rollout would have other log-probs in another batch, and a teacher would disagree with itself",
+            at="model",
+            fix="a model with rotary positions, such as Qwen3 or Llama",
         )
 
 

@@ -16,6 +16,7 @@ from composer_core.run.feeding import feed
 def _run(folder, pairs=None, max_tokens=None):
     events = []
     spec = SimpleNamespace(
+        rollouts="generate",
         data=SimpleNamespace(pairs=pairs and SimpleNamespace(path=str(pairs)), max_tokens=max_tokens),
         model=SimpleNamespace(trust_remote_code=False),
     )

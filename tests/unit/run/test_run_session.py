@@ -68,6 +68,27 @@ def test_another_process_makes_the_same_calls_and_leaves_nothing(directory, monk
     assert list(directory.checkpoints.iterdir()) == []
 
 
+def test_a_checkpoint_holds_what_each_rank_wrote(directory, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for number in (1, 0):  # without torch.distributed nobody waits for the other
+        monkeypatch.setenv("RANK", str(number))
+        with session(directory).checkpoint(1) as folder:
+            (folder / "place").write_text(f"rank {number}")
+    ((step, folder),) = directory.complete_checkpoints()
+    parts = [Checkpoint(step, folder, rank).own / "place" for rank in (0, 1)]
+    assert [part.read_text() for part in parts] == ["rank 0", "rank 1"]
+    assert set(marker(folder)["files"]) == {"place", "rank1/place"}  # complete means: with all of it
+
+
+def test_a_rank_that_writes_elsewhere_fails_the_checkpoint(directory, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RunFailed) as caught, session(directory).checkpoint(1):
+        pass
+    assert str(caught.value) == ("rank 1 left no folder for checkpoint 1\n  fix: a run directory that all ranks share")
+    assert directory.complete_checkpoints() == []
+
+
 def test_a_checkpoint_that_fails_is_no_event(directory):
     run = session(directory)
     with pytest.raises(ZeroDivisionError), run.checkpoint(1):
