@@ -77,7 +77,8 @@ def test_held_out_prompts_are_evaluated_in_whole_groups_near_the_micro_batch(gro
 def test_every_key_that_derive_sets_is_owned_by_the_spec():
     derived = derive(spec(held_out={"builtin": "digits"})).upstream
     sets = set(derived) | {key for name in NATIVE for key in PO_OBJECTIVES[name]}
-    assert sets - set(OWNED) == {"report_to"}  # the one default that options may replace
+    # defaults that options may replace
+    assert sets - set(OWNED) == {"report_to", "gradient_checkpointing_kwargs"}
 
 
 def test_all_problems_of_the_options_come_at_once():
