@@ -50,13 +50,13 @@ class TraceCollator:
         from composer_core.batch import Batch
         from composer_core.channels.sdpo import Sdpo
 
-        kept = [row for row in map(self._fitted, rows) if row is not None]
+        kept = [row for row in map(self.fitted, rows) if row is not None]
         rollouts = self._rollouts(kept)
         hints = Sdpo().collate([row["sdpo"] for row in kept], rollouts)
         return Batch(rollouts=rollouts, hints=hints, pairs=self._pairs(pairs) if pairs else None)
 
-    def _fitted(self, row: TraceRow) -> TraceRow | None:
-        """The row within `max_seq_len`, with those of its hints that are whole there."""
+    def fitted(self, row: TraceRow) -> TraceRow | None:
+        """The row within `max_seq_len`, with those of its hints that are whole there; None where nothing is left."""
         room = self.max_seq_len - len(row["prompt_ids"])
         completion, action = row["completion_ids"][: max(room, 0)], row["action"][: max(room, 0)]
         if not any(action):

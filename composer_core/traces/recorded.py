@@ -46,6 +46,7 @@ the trace's reward or None, and the row of channel `sdpo` or None."""
 
 
 _NO_WHOLE = "trace: the chat template does not keep its earlier turns as they were, and none of its turns is hinted"
+_NOT_SHOWN = "site: the chat template shows nothing of its turn, as it does with calls that it leaves out"
 _NO_REST = "site: the chat template does not keep earlier turns as they were, so span: rest has no rest here"
 
 
@@ -105,6 +106,7 @@ class TraceRows:
         places = self._places
         self._tails = {place.tail for place in places.before_turn.values() if place} | set(places.tails.values())
         self._at, self._span, self._book = at, span, book or HintBook()
+        self._ends_in = len(self._template.encode(places.turn_end))
 
     def rows(self, trace: Trace) -> Iterator[TraceRow]:
         """The rows of a trace; what was left out is counted in `skipped`."""
@@ -123,10 +125,18 @@ class TraceRows:
             self.skipped[f"trace: {error.problem}"] += 1
             return
         for part in recorded:
-            there = [site for site in sites if site.turn in part.turns]
+            there = [site for site in sites if site.turn in part.turns and self._shows(part, site)]
             hints = hints_of(there, self._book)
             row = self._rows.row(part.rollout, hints, turns=part.turns, in_prompt=part.in_prompt)
             yield _trace_row(trace, part.rollout, row)
+
+    def _shows(self, part: Recorded, site: ErrorSite) -> bool:
+        """Whether the turn is more than its end; a call that the chat template leaves out cannot be taught."""
+        start, end = part.turns[site.turn]
+        shown = end - start > self._ends_in
+        if not shown and site.hinted:
+            self.skipped[_NOT_SHOWN] += 1
+        return shown
 
     def tokenise(self, trace: Trace, sites: Sequence[ErrorSite] = ()) -> list[Recorded]:
         """The trace as rollouts: one for all of it, or one for each site.
@@ -249,9 +259,18 @@ def rows_for(
         fix = "a model's folder, with its tokenizer and chat template"
         raise UsageError("no such model folder", at=str(tokenizer_folder), fix=fix)
     registry = registry or Registry.discover()
-    files = find_traces(paths, registry, format=format)
     tokenizer, book = load_tokenizer(tokenizer_folder), HintBook.of(registry)
     rows = TraceRows(tokenizer, at=at, span=span, book=book, skipped=skipped)
+    yield from read_rows(paths, rows, registry, format=format)
+
+
+def read_rows(paths: Sequence[Path], rows: TraceRows, registry: Registry, *, format: str = AUTO) -> Iterator[TraceRow]:
+    """What `rows` makes of all traces in some files and folders, one by one; it counts what was left out.
+
+    Raises:
+        UsageError: no such file or folder, an unknown format, or no assistant turn in any file.
+    """
+    files = find_traces(paths, registry, format=format)
     for _, reason in files.skipped:
         rows.skipped[f"file: {reason}"] += 1
     tallies: list[Tally] = []

@@ -118,7 +118,7 @@ class HintRows:
         if isinstance(cut, str):
             self.skipped[cut] += 1
             return None
-        inserted = self.template.encode(cut.open + text + cut.close)
+        inserted = self._encode(cut.open + text + cut.close)  # the rollouts of a group often share a hint
         shift = len(inserted)
         run = isinstance(taught, range)
         return Segment(

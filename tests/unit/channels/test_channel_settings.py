@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from composer_core.channels.settings import ReplaySettings, SdpoSettings, replay_needs, sdpo_needs
+from composer_core.channels.settings import ReplaySettings, SdpoSettings, replay_needs, sdpo_needs, sdpo_teachers
 from composer_core.protocols import Need
 
 LOGPS, FULL, TOPK, REFERENCE = Need.LOGPS, Need.DIVERGENCE_FULL, Need.DIVERGENCE_TOPK, Need.REFERENCE
@@ -23,6 +23,9 @@ LOGPS, FULL, TOPK, REFERENCE = Need.LOGPS, Need.DIVERGENCE_FULL, Need.DIVERGENCE
             {"divergence": "kl_student_teacher", "teacher": "self-live", "token_clip": 1.0},
             [{FULL, LOGPS}, {TOPK, LOGPS}],
         ),
+        # a teacher elsewhere: nothing but the student's own log-probs
+        ({"divergence": "kl_student_teacher", "teacher": "strong"}, [{LOGPS}]),
+        ({"divergence": "kl_student_teacher", "teacher": "strong", "support": "sampled"}, [{LOGPS}]),
     ],
 )
 def test_what_sdpo_asks_of_a_trainer_best_first(settings, needs):
@@ -76,3 +79,33 @@ def test_what_cannot_be_meant_is_refused_with_the_way_out(model, settings, said)
     with pytest.raises(ValidationError) as caught:
         model(**settings)
     assert [error["msg"] for error in caught.value.errors()] == [f"Value error, {said}"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"divergence": "kl_teacher_student"},
+        {"divergence": "kl_student_teacher", "support": "topk"},
+        {"divergence": "kl_student_teacher", "support": "full"},
+        {"divergence": "kl_student_teacher", "target": {"use": "taid"}},
+        {"divergence": "kl_student_teacher", "gate": {"use": "soft"}},
+        {"divergence": "kl_student_teacher", "token_clip": 1.0},
+        {"divergence": "kl_student_teacher", "temperature": 2.0},
+    ],
+)
+def test_a_named_teacher_allows_the_one_formula_that_log_probs_of_tokens_give(settings):
+    with pytest.raises(ValidationError) as caught:
+        SdpoSettings(teacher="strong", **settings)
+    (fault,) = caught.value.errors()
+    assert fault["msg"] == (
+        "Value error, teacher 'strong' is none of self-frozen, self-ema, self-live, so it is one of yours, and a "
+        "server gives log-probs of tokens, not distributions: set divergence: kl_student_teacher, and leave out "
+        "target, gate, token_clip, temperature and any support but sampled"
+    )
+
+
+def test_only_a_named_teacher_is_asked_to_score():
+    assert sdpo_teachers(SdpoSettings(teacher="strong", divergence="kl_student_teacher")) == ("strong",)
+    for own in ("self", "self-frozen", "self-ema", "self-live"):
+        assert sdpo_teachers(SdpoSettings(teacher=own)) == ()

@@ -38,10 +38,10 @@ def test_a_channel_with_a_teacher_elsewhere_needs_log_probs_only(load, registry,
 
 def test_a_name_that_is_not_under_teachers_is_refused(load, registry, scoring_text):
     assert _problems(load, registry, scoring_text("")) == (
-        "spec.yaml:11:34: loss.channels[0].teacher: no teacher is called 'strong'; under teachers: there are: none"
+        "spec.yaml:11:32: loss.channels[0].teacher: no teacher is called 'strong'; under teachers: there are: none"
     )
     assert _problems(load, registry, scoring_text(f"teachers: {{other: {VLLM}, more: {VLLM}}}\n")) == (
-        "spec.yaml:11:34: loss.channels[0].teacher: no teacher is called 'strong'; under teachers: there are: other, "
+        "spec.yaml:11:32: loss.channels[0].teacher: no teacher is called 'strong'; under teachers: there are: other, "
         "more"
     )
 
@@ -49,7 +49,7 @@ def test_a_name_that_is_not_under_teachers_is_refused(load, registry, scoring_te
 def test_a_teacher_that_does_not_score_is_refused(load, registry, scoring_text):
     for teacher in ("{use: scripted, rules: {a: b}}", "{use: openai, preset: gpt}", "{use: wise}"):
         assert _problems(load, registry, scoring_text(f"teachers: {{strong: {teacher}}}\n")) == (
-            "spec.yaml:11:34: loss.channels[0].teacher: teacher 'strong' gives no log-probs of a text it is handed, "
+            "spec.yaml:11:32: loss.channels[0].teacher: teacher 'strong' gives no log-probs of a text it is handed, "
             "and a channel learns from those\n"
             "  fix: a teacher {use: openai, scores: true, ...} whose server is vLLM's, or one of the policy's own: "
             "self-frozen"
@@ -59,7 +59,7 @@ def test_a_teacher_that_does_not_score_is_refused(load, registry, scoring_text):
 def test_a_service_for_chats_only_cannot_be_said_to_score(load, registry, scoring_text):
     text = scoring_text("teachers: {strong: {use: openai, preset: gpt, scores: true}}\n")
     assert _problems(load, registry, text) == (
-        "spec.yaml:15:20: teachers.strong: scores: openrouter.ai gives no log-probs of a text it is handed; a vLLM "
+        "spec.yaml:15:12: teachers.strong: scores: openrouter.ai gives no log-probs of a text it is handed; a vLLM "
         "server does"
     )
 
@@ -67,7 +67,7 @@ def test_a_service_for_chats_only_cannot_be_said_to_score(load, registry, scorin
 def test_money_cannot_be_limited_for_a_scoring_teacher_without_a_price(load, registry, scoring_text):
     text = scoring_text(f"teachers: {{strong: {VLLM}}}\n")
     assert _problems(load, registry, text, "limits.teacher_usd=5") == (
-        "spec.yaml:15:20: teachers.strong.price: limits.teacher_usd cannot be kept without this teacher's price\n"
+        "spec.yaml:15:12: teachers.strong.price: limits.teacher_usd cannot be kept without this teacher's price\n"
         "  fix: price: {input: 1.25, output: 10.0} in dollars per million tokens; {input: 0, output: 0} if free"
     )
     free = "teachers.strong.price={input: 0, output: 0}"

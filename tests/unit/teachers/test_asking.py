@@ -250,10 +250,11 @@ def test_requests_of_a_minute_are_spread(database):
     assert [round(s) for s in slept] == [1, 2]
 
 
-def test_a_server_that_scores_gives_log_probs_of_the_continuation():
+def test_a_server_that_scores_gives_log_probs_of_what_follows_the_start():
     import asyncio
 
     from composer_core.plugins.teacher_settings import OpenAiTeacherSettings
+    from composer_core.protocols import ScoreRequest
     from composer_core.teachers.client import OpenAiTeacher
 
     def score(body):
@@ -263,12 +264,12 @@ def test_a_server_that_scores_gives_log_probs_of_the_continuation():
     async def run(url):
         teacher = OpenAiTeacher(OpenAiTeacherSettings(base_url=url, model="m", scores=True))
         try:
-            return await teacher.score([5, 6], [7, 8])
+            return await teacher.score(ScoreRequest([5, 6, 7, 8], 2))
         finally:
             await teacher.aclose()
 
     with ChatServer(score) as server:
-        assert asyncio.run(run(server.url)) == [-0.7, -0.8]
+        assert asyncio.run(run(server.url)).message == {"logps": [-0.7, -0.8], "tokens": [None, None]}
         assert server.requests[0]["prompt"] == [5, 6, 7, 8]
     with ChatServer(replies(OK)) as server, pytest.raises(TeacherRefused, match="gives no log-probs"):
         asyncio.run(run(server.url))

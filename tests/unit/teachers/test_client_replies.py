@@ -6,6 +6,7 @@ import pytest
 
 from composer_core.errors import RunFailed, UsageError
 from composer_core.plugins.teacher_settings import OpenAiTeacherSettings
+from composer_core.protocols import ScoreRequest
 from composer_core.teachers.budget import Budget
 from composer_core.teachers.client import OTHER_MODEL, OpenAiTeacher, same_model
 from composer_core.teachers.errors import StateRefused, TeacherRefused
@@ -92,10 +93,10 @@ def test_a_key_that_the_server_quotes_is_not_shown(asker, ask):
 
 def test_scoring_is_for_servers_that_are_said_to_score(asker):
     with pytest.raises(UsageError, match="is not said to score"):
-        asyncio.run(asker("http://127.0.0.1:9/v1").teacher.score([1], [2]))
+        asyncio.run(asker("http://127.0.0.1:9/v1").teacher.score(ScoreRequest([1, 2], 1)))
     listed = {"choices": [{"prompt_logprobs": [None, {"9": {"logprob": -1.0}}]}]}
     with ChatServer(lambda _: Reply(listed)) as server, pytest.raises(StateRefused, match="other tokens"):
-        asyncio.run(asker(server.url, scores=True).teacher.score([1], [2]))
+        asyncio.run(asker(server.url, scores=True).teacher.score(ScoreRequest([1, 2], 1)))
 
 
 def test_what_the_budget_counts_on_cannot_be_changed_beside_it():

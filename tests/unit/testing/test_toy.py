@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from composer_core.errors import SpecError, UsageError
+from composer_core.errors import SpecError
 from composer_core.loss.composite import ActiveChannel, CompositeLoss
 from composer_core.loss.policy import PolicyObjective
 from composer_core.loss.presets import PRESETS
@@ -24,7 +24,6 @@ from composer_core.plugins.settings import NoSettings
 from composer_core.run.context import Checkpoint, NamedReward
 from composer_core.run.state import load_state
 from composer_core.spec.model import Plugged, RunSpec
-from composer_core.testing import toy
 from composer_core.testing.fakes import Brevity
 from composer_core.testing.toy import ToyBackend
 
@@ -256,14 +255,6 @@ def test_a_step_that_is_not_finite_is_not_applied_and_the_one_before_is_saved(ti
     places = [load_state(tmp_path / name / "step_2", "toy") for name in ("sound", "bad")]
     assert torch.equal(places[0]["generator"], places[1]["generator"])
     assert places[0]["prompts"]["order"] == places[1]["prompts"]["order"]
-
-
-def test_several_processes_cannot_resume(make, monkeypatch):
-    monkeypatch.setattr(toy, "world_size", lambda: 2)
-    run = make()
-    run.resume_from = Checkpoint(1, run.tmp_path)
-    with pytest.raises(UsageError, match="the toy trainer resumes on one process, these are 2"):
-        _train(run)
 
 
 def test_a_kl_pulls_towards_the_starting_model(make):
