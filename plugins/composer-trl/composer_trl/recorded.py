@@ -28,11 +28,11 @@ from composer_core.loss.channel import Draws
 from composer_core.loss.composite import CompositeLoss
 from composer_core.run.collectives import sum_over_ranks, world_size
 from composer_core.run.context import RunContext
-from composer_core.run.control import agree
 from composer_core.run.recorded import LONGEST, RecordedRow
 from composer_core.run.state import capture_rng, restore_rng
 from composer_trl.backend import RunListener, config_of, lora_config
 from composer_trl.composition import Composition
+from composer_trl.finite import FiniteSteps
 from composer_trl.metrics import OWN
 from composer_trl.trainer import AfterOptimizer
 
@@ -75,7 +75,7 @@ class MicroBatch:
     """Of its optimiser step."""
 
 
-class RecordedTrainer(Trainer):  # type: ignore[misc]
+class RecordedTrainer(FiniteSteps, Trainer):  # type: ignore[misc]
     """`transformers.Trainer` on recorded rows; see the module.
 
     Args:
@@ -121,7 +121,6 @@ class RecordedTrainer(Trainer):  # type: ignore[misc]
             autocast=self.accelerator.autocast,
         )
         self._drawing = [a.name for a in loss.active if isinstance(a.channel, Draws) and a.channel.rows_per_step]
-        self._fault: str | None = None
         self._read = self._seen = 0.0
         self._began = time.perf_counter()
         self._line: dict[str, float] = {}
@@ -154,7 +153,7 @@ class RecordedTrainer(Trainer):  # type: ignore[misc]
         try:
             return self._composition.loss_of(view, rollouts, index=micro_batch.index)
         except NonFinite as error:
-            self._fault = self._fault or error.problem
+            self._found(error.problem)
             return torch.zeros((), device=self.args.device, requires_grad=True)
 
     def training_step(self, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Tensor:
@@ -165,10 +164,7 @@ class RecordedTrainer(Trainer):  # type: ignore[misc]
         """
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         last = inputs["micro_batch"].last
-        if last or world_size() == 1:  # several must not leave each other in the middle of a step
-            fault, self._fault = agree(self._fault), None
-            if fault is not None:
-                raise NonFinite(fault)
+        self._raise_together(last=last)
         self._composition.add_up()
         if last:
             self._average_gradients()
@@ -184,12 +180,6 @@ class RecordedTrainer(Trainer):  # type: ignore[misc]
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= world_size()
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        norm = super()._clip_grad_norm(model)
-        if not math.isfinite(float(norm)):
-            raise NonFinite(f"the gradient norm is {float(norm)} at step {self.state.global_step + 1}")
-        return norm
 
     def _close(self) -> None:
         """The step's metrics, and the tokens that the policy read in it: rows, and what channels drew."""

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from composer_core.errors import MissingError, NonFinite
-from composer_core.run.control import agree
+from composer_core.errors import MissingError
 from composer_core.run.metrics import eval_metrics
 from composer_core.run.state import capture_rng, restore_rng
 from composer_trl import surface
+from composer_trl.finite import FiniteSteps
 
 
-class SteadyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+class SteadyGRPOTrainer(FiniteSteps, GRPOTrainer):  # type: ignore[misc]
     """See the module.
 
     Args:
@@ -40,8 +40,6 @@ class SteadyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise MissingError("; ".join(found), fix=f"pip install 'trl>={surface.SUPPORTED},<1.17'")
         self._on_evaluation = on_evaluation
         self._evaluated: list[Tensor] = []
-        self._fault: str | None = None
-        """Why this process cannot apply the step that it is in."""
         super().__init__(*args, **kwargs)
         missing = surface.LOG_KEYS - set(self._logs)
         if missing:
@@ -60,19 +58,9 @@ class SteadyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """
         loss: Tensor = super().training_step(*args, **kwargs)
         if not torch.isfinite(loss).all():  # transformers would put an average in its place in the log, and go on
-            self._fault = self._fault or f"the loss is {loss.item()} at step {self.state.global_step + 1}"
-        last = self._step % self.args.gradient_accumulation_steps == 0
-        if last or self.accelerator.num_processes == 1:  # several must not leave each other in the middle of a step
-            fault, self._fault = agree(self._fault), None
-            if fault is not None:
-                raise NonFinite(fault)
+            self._found(f"the loss is {loss.item()} at step {self.state.global_step + 1}")
+        self._raise_together(last=self._step % self.args.gradient_accumulation_steps == 0)
         return loss
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if not math.isfinite(float(norm)):  # the same on every process by now
-            raise NonFinite(f"the gradient norm is {float(norm)} at step {self.state.global_step + 1}")
-        return norm
 
     # -- the place between two steps ---------------------------------------------------------------------------------
 

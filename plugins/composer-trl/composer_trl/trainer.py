@@ -236,7 +236,7 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
         try:
             return composition.micro_loss(inputs, self._forward, index=index, stock=policy)
         except NonFinite as error:
-            self._fault = self._fault or error.problem
+            self._found(error.problem)
             return composition.not_a_number(self._forward)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:

@@ -80,7 +80,7 @@ def test_an_adapter_on_the_head_is_refused(tmp_path):
 def test_the_constructor_is_trls_with_a_loss_and_a_listener_more():
     stock = list(inspect.signature(GRPOTrainer.__init__).parameters)
     ours = list(inspect.signature(ComposerGRPOTrainer.__init__).parameters)
-    assert ours == [*stock[:4], "rest", "loss", "native", "on_generation", "kwargs"]
+    assert ours == [*stock[:4], "rest", "loss", "native", "own_head", "on_generation", "kwargs"]
 
 
 def test_a_script_without_a_spec_trains(tiny_model_folder, digits, tmp_path):
