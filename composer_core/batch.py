@@ -105,6 +105,8 @@ class Hints:
     """(K,) flat indices into `seqs`, pointing at equal ids."""
     weight: Tensor
     """(K,); 0 = filler, so that a rank without hints runs the same forward."""
+    teacher_logps: Tensor | None = None
+    """(K,) log-probs of the teacher's tokens, where a teacher elsewhere has read `seqs`: no model here needs to."""
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,17 @@ class TeacherRequest:
 
 
 @dataclass(frozen=True)
+class ScoreRequest:
+    """A text that a teacher reads, as token ids; it gives the log-probs of those from `start` on."""
+
+    ids: Sequence[int]
+    start: int
+    """At least 1: nothing predicts the first token."""
+    state_id: str = ""
+    """The rollout it belongs to; not sent."""
+
+
+@dataclass(frozen=True)
 class Cost:
     """Dollars and tokens of a call, prompt and answer together."""
 
@@ -210,7 +221,7 @@ class TeacherReply:
     """What a teacher answered, and what it cost."""
 
     message: Mapping[str, Any] | None
-    """The assistant message; None where there was none."""
+    """The assistant message, or what `Scores.score` found; None where there was none."""
     finish: str
     """`stop`, `tool_calls`, `length` (cut off), ..., as the server says."""
     prompt_tokens: int
@@ -254,6 +265,27 @@ class TeacherSource(Protocol):
 
     async def aclose(self) -> None:
         """Release connections."""
+        ...
+
+
+@runtime_checkable
+class Scores(Protocol):
+    """A `TeacherSource` that can also read a text and say how likely it finds it (`TeacherPlugin.scores`).
+
+    It must have the tokenizer of whoever asks: what is sent and what comes back are token ids and their log-probs.
+    """
+
+    def worst_score(self, request: ScoreRequest) -> Cost:
+        """An upper bound of what one attempt costs."""
+        ...
+
+    async def score(self, request: ScoreRequest) -> TeacherReply:
+        """One attempt; failures are those of `teachers.errors`.
+
+        The reply's message is {"logps": [float], "tokens": [str | None]}: for each of `request.ids[request.start:]` its
+        log-prob given all before it, in nats at temperature 1, and the text that the teacher takes it for, None where
+        it does not say.
+        """
         ...
 
 

@@ -9,7 +9,9 @@ sequences, which hold a hint. A rollout has one segment per hinted site; their s
      "teacher":         [int]    index into teacher_ids (of the packed whole, not of the segment), an equal id
      "weight":          [float]  of each token pair, > 0
      "kind":            str      what the hints are about, one per segment, joined by ","
-     "site":            [int]}   per segment: index of the faulty assistant turn, -1 for all of it
+     "site":            [int]    per segment: index of the faulty assistant turn, -1 for all of it
+     "teacher_logps":   [float]} of each token pair, only where a named teacher scored it: the log-prob of its token in
+                                 the teacher sequence (`scoring.py`)
 
 `student`, `teacher` and `weight` have one entry per hinted token (K >= 1). No hint at all is the row None, never an
 empty one. Write `pack([Segment(...), ...])`; it checks what it packs.

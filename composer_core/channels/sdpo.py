@@ -1,7 +1,8 @@
 """Channel `sdpo`: self-distillation. The policy with a hint teaches the policy without it (2601.20802).
 
 `prepare` finds hints (`channels/hinting.py`) and gives the row that `channels/rows.py` describes. Here are `collate`
-and `loss`; the divergence itself is the view's. To add a kind of hint, contribute a hint template; another loss on
+and `loss`; the divergence itself is the view's. With a teacher of another model, which scores (`ScoredSdpo`), the row
+also holds its log-probs. To add a kind of hint, contribute a hint template; another loss on
 hints is another channel.
 """
 
@@ -18,11 +19,13 @@ from torch import Tensor
 from composer_core.batch import Batch, Hints, Rollouts, Seqs
 from composer_core.channels.hinting import Hinting
 from composer_core.channels.rows import floats, ints
+from composer_core.channels.scoring import scored_rows
 from composer_core.channels.settings import NEED_OF, SdpoSettings, Way, ways
 from composer_core.divergences import Divergence, DivergenceKind, PaperGate, SoftGate, Support
 from composer_core.errors import RunFailed
-from composer_core.loss.channel import ChannelDefaults
+from composer_core.loss.channel import ChannelDefaults, Scorer
 from composer_core.loss.clip import bounded
+from composer_core.loss.distributions import LOGP_FLOOR, sampled_kl
 from composer_core.loss.reduce import select
 from composer_core.loss.taid_schedule import TAIDScheduler
 from composer_core.loss.teachers import SelfTeacher
@@ -45,7 +48,8 @@ class Sdpo(ChannelDefaults):
         self.settings = settings or SdpoSettings()
         self.hinting = Hinting(self.settings.hints, success=self.settings.success)
         self.teacher = _teacher(self.settings)
-        self._model: Model = "policy" if self.teacher.weights == "live" else "teacher"
+        live = self.teacher is not None and self.teacher.weights == "live"
+        self._model: Model = "policy" if live else "teacher"
         self._way: Way = ways(self.settings)[0]
 
     def planned(self, needs: frozenset[Need]) -> None:
@@ -135,13 +139,16 @@ class Sdpo(ChannelDefaults):
             metrics["is_clipped"] = ((ratio > self.settings.is_clip) & real).sum()
             # into the hints, not onto the values: a view may form gradients in its forward, for these weights
             hints = replace(hints, weight=hints.weight * ratio.clamp(max=self.settings.is_clip))
-        spec = self._spec()
-        values = select(view.divergence(hints, spec, teacher=self._model), real)
+        values = select(self._divergence(view, rollouts, hints), real)
         if self.settings.hint_gain:
-            metrics["hint_gain"] = self._gain(view, hints, values, spec=spec).sum()
+            metrics["hint_gain"] = self._gain(view, hints, values).sum()
         return Term((values * hints.weight).sum(), "tokens", metrics)
 
     # -- its parts ---------------------------------------------------------------------------------------------------
+
+    def _divergence(self, view: PolicyView, rollouts: Rollouts, hints: Hints) -> Tensor:
+        """Of each hinted token, (K,)."""
+        return view.divergence(hints, self._spec(), teacher=self._model)
 
     def _spec(self) -> Divergence:
         settings = self.settings
@@ -174,10 +181,10 @@ class Sdpo(ChannelDefaults):
         gap = select((now - old_logps)[hints.student], hints.weight != 0)
         return bounded(gap).exp()
 
-    def _gain(self, view: PolicyView, hints: Hints, values: Tensor, *, spec: Divergence) -> Tensor:
+    def _gain(self, view: PolicyView, hints: Hints, values: Tensor) -> Tensor:
         """By how much the hint raises the log-prob of each token it should teach, (K,), detached."""
         gap = _gap(self.settings.temperature)
-        if spec == gap:
+        if self._spec() == gap:
             return -values.detach()
         # the same hints at the same temperature: a view that sees whole vocabularies has these numbers already
         with torch.no_grad():
@@ -244,9 +251,65 @@ class TaidSdpo(Sdpo):
         return scheduler
 
 
+class ScoredSdpo(Sdpo):
+    """With a named teacher, whose server reads the hinted texts where rollouts end. Here only the student reads.
+
+    The teacher must have the policy's tokenizer: token ids are sent, and their log-probs come back. Who hands the
+    scorer over checks that (`run/scoring.py`). A rollout that it did not score whole has no row.
+    """
+
+    def __init__(self, settings: SdpoSettings, teacher: str) -> None:
+        super().__init__(settings)
+        self._name = teacher
+        self._scorer: Scorer | None = None
+
+    def take_scorers(self, scorers: Mapping[str, Scorer]) -> None:
+        """See `loss.channel.TakesScorers`."""
+        self._scorer = scorers[self._name]
+
+    def prepare(self, rollout: RolloutText) -> Row | None:
+        """See `Sdpo.prepare`; with `teacher_logps`."""
+        return self.prepare_all([rollout])[0]
+
+    def prepare_all(self, rollouts: Sequence[RolloutText]) -> list[Row | None]:
+        """All questions of all rollouts are under way together."""
+        return self._scored(list(map(super().prepare, rollouts)), [rollout.uid for rollout in rollouts])
+
+    def of_trace(self, row: TraceRow) -> Row | None:
+        """See `Sdpo.of_trace`; with `teacher_logps`."""
+        return self._scored([super().of_trace(row)], [row["uid"]])[0]
+
+    def collate(self, rows: Sequence[Row | None], rollouts: Rollouts | None) -> Hints:
+        """See `Sdpo.collate`; with the teacher's log-probs."""
+        hints = super().collate(rows, rollouts)
+        logps = [logp for row in rows if row is not None for logp in floats(row, "teacher_logps")]
+        filled = logps or [0.0] * len(hints.student)
+        return replace(hints, teacher_logps=torch.tensor(filled, device=hints.weight.device))
+
+    def divergences(self, step: int) -> tuple[Divergence, ...]:
+        """None: log-probs of the rollouts are enough."""
+        return ()
+
+    def _divergence(self, view: PolicyView, rollouts: Rollouts, hints: Hints) -> Tensor:
+        """KL(student || teacher) of each hinted token, estimated from the token alone."""
+        assert hints.teacher_logps is not None
+        own = view.logps(rollouts.seqs, grad=True, temperature=1.0)[hints.student]
+        return sampled_kl(own, hints.teacher_logps.clamp(min=LOGP_FLOOR))
+
+    def _gain(self, view: PolicyView, hints: Hints, values: Tensor) -> Tensor:
+        return -values.detach()
+
+    def _scored(self, rows: Sequence[Row | None], uids: Sequence[str]) -> list[Row | None]:
+        if self._scorer is None:
+            raise RunFailed(f"channel 'sdpo' learns from teacher {self._name!r}, and nobody handed it over")
+        return scored_rows(rows, uids, self._scorer)
+
+
 def sdpo(settings: SdpoSettings | None = None) -> Sdpo:
     """The channel for a spec's block."""
     chosen = settings or SdpoSettings()
+    if chosen.named_teacher is not None:
+        return ScoredSdpo(chosen, chosen.named_teacher)
     return TaidSdpo(chosen) if chosen.target is not None else Sdpo(chosen)
 
 
@@ -255,7 +318,9 @@ def _gap(temperature: float) -> Divergence:
     return Divergence(DivergenceKind.KL_STUDENT_TEACHER, temperature=temperature, support=Support.SAMPLED)
 
 
-def _teacher(settings: SdpoSettings) -> SelfTeacher:
+def _teacher(settings: SdpoSettings) -> SelfTeacher | None:
+    if settings.named_teacher is not None:
+        return None
     if settings.teacher == "self-ema":
         return SelfTeacher("ema", settings.ema_rate)
     return SelfTeacher("live" if settings.teacher == "self-live" else "frozen")

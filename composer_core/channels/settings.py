@@ -7,7 +7,7 @@ A default is the value we would use; a field says what moving it does. The loss 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,6 +19,7 @@ from composer_core.protocols import Need
 
 Way = Literal["full", "topk", "sampled"]
 """Which vocabulary entries a divergence sees."""
+SelfTeacherName = Literal["self-frozen", "self-ema", "self-live"]
 
 NEED_OF: Mapping[Way, Need] = {
     "full": Need.DIVERGENCE_FULL,
@@ -112,9 +113,11 @@ class SdpoSettings(Settings):
     """`{use: taid, ...}`: a target between student and teacher. Default: the teacher."""
     gate: SoftGateSettings | PaperGateSettings | None = Field(None, discriminator="use")
     """`{use: soft}` or `{use: paper}`: forward and reverse KL by the teacher's entropy, in place of `divergence`."""
-    teacher: Literal["self-frozen", "self-ema", "self-live"] = "self-frozen"
-    """Whose weights read the hint: the starting model's, a moving average, or today's. `self` is `self-frozen`. A
-    live teacher forgets how to read hints at a high learning rate."""
+    teacher: SelfTeacherName | Annotated[str, Field(min_length=1)] = "self-frozen"
+    """Who reads the hint: the starting model, a moving average of the policy (`self-ema`), the policy of today
+    (`self-live`), or a teacher of yours by its name under `teachers:`. `self` is `self-frozen`. A live teacher forgets
+    how to read hints at a high learning rate. Yours must have the policy's tokenizer and a server that `scores`; it
+    needs divergence: kl_student_teacher."""
     ema_rate: float = Field(0.05, gt=0, le=1)
     """How much of the policy goes into the average at each step, for `self-ema`."""
     on: Literal["failed", "all"] = "failed"
@@ -141,7 +144,18 @@ class SdpoSettings(Settings):
                 "sampled support has one formula: divergence: kl_student_teacher, without target, gate, token_clip and "
                 "temperature"
             )
+        if self.named_teacher is not None and not (self.can_be_sampled and self.support in ("auto", "sampled")):
+            raise ValueError(
+                f"teacher {self.named_teacher!r} is none of {', '.join(get_args(SelfTeacherName))}, so it is one of "
+                "yours, and a server gives log-probs of tokens, not distributions: set divergence: kl_student_teacher, "
+                "and leave out target, gate, token_clip, temperature and any support but sampled"
+            )
         return self
+
+    @property
+    def named_teacher(self) -> str | None:
+        """The name under `teachers:` of who reads the hint; None where it is the policy itself."""
+        return None if self.teacher in get_args(SelfTeacherName) else self.teacher
 
     @property
     def can_be_sampled(self) -> bool:
@@ -159,14 +173,21 @@ _NEED_OF_TEACHER: Mapping[str, frozenset[Need]] = {
 
 def sdpo_needs(settings: SdpoSettings) -> tuple[frozenset[Need], ...]:
     """Alternatives, best first."""
-    beside = set(_NEED_OF_TEACHER[settings.teacher])
+    beside = set(_NEED_OF_TEACHER.get(settings.teacher, ()))
     if settings.target is not None:
         beside.add(Need.STATE)
     return tuple(frozenset({NEED_OF[way], Need.LOGPS} | beside) for way in ways(settings))
 
 
+def sdpo_teachers(settings: SdpoSettings) -> tuple[str, ...]:
+    """Who must score hinted texts for it."""
+    return () if settings.named_teacher is None else (settings.named_teacher,)
+
+
 def ways(settings: SdpoSettings) -> tuple[Way, ...]:
     """The ways in which a spec lets this divergence be computed, best first."""
+    if settings.named_teacher is not None:
+        return ("sampled",)
     if settings.support != "auto":
         return (settings.support,)
     if settings.gate is not None:

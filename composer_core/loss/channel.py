@@ -10,7 +10,7 @@ from torch import Tensor
 from composer_core.batch import Hints, Pairs, Rollouts
 from composer_core.divergences import Divergence
 from composer_core.loss.teachers import SelfTeacher
-from composer_core.protocols import Need, RolloutText, Row
+from composer_core.protocols import Need, RolloutText, Row, ScoreRequest
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -107,6 +107,32 @@ class HintsTraces(Protocol):
 
     def of_trace(self, row: TraceRow) -> Row | None:
         """Its own row in one that this made, in place of `prepare`."""
+        ...
+
+
+@runtime_checkable
+class PreparesAll(Protocol):
+    """A channel that has to ask somebody else about rollouts, and asks about several at once."""
+
+    def prepare_all(self, rollouts: Sequence[RolloutText]) -> Sequence[Row | None]:
+        """`prepare` of each."""
+        ...
+
+
+class Scorer(Protocol):
+    """A named teacher that reads texts."""
+
+    def score(self, requests: Sequence[ScoreRequest]) -> Sequence[Sequence[float] | None]:
+        """For each text the log-probs that were asked for, None where there are none; why is the scorer's to say."""
+        ...
+
+
+@runtime_checkable
+class TakesScorers(Protocol):
+    """A channel that learns from named teachers' log-probs (`LossChannelPlugin.teachers`)."""
+
+    def take_scorers(self, scorers: Mapping[str, Scorer]) -> None:
+        """Those it named, by name; once, before the first rollout."""
         ...
 
 

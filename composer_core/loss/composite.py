@@ -1,6 +1,6 @@
 """The one loss: policy objective plus weight x each channel, and what a backend needs to feed and save it.
 
-    rows    = loss.prepare(rollout)           where rollouts end: JSON, one row or None per channel
+    rows    = loss.prepare(rollout)           where rollouts end: JSON, one row or None per channel (or `prepare_all`)
     rows   |= loss.draw(step, rank, world)    rows of channels that have their own, such as preference pairs
     counts  = all_reduce(loss.count(rows))    whole window, all ranks, before any forward
     rows    = loss.split(rows, splits)[m]     one micro-batch of them, after every shuffle
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from composer_core.batch import Batch, Hints, Pairs
 from composer_core.errors import NonFinite, RunFailed, UsageError
-from composer_core.loss.channel import Draws, Planned
+from composer_core.loss.channel import Draws, Planned, PreparesAll
 from composer_core.loss.reduce import global_count
 from composer_core.loss.teachers import SelfTeacher
 from composer_core.loss.watch import Measure, Watched
@@ -140,7 +140,19 @@ class CompositeLoss:
 
     def prepare(self, rollout: RolloutText) -> dict[str, Row | None]:
         """Each channel's row for one finished rollout."""
-        return {active.name: active.channel.prepare(rollout) for active in self.active}
+        return self.prepare_all([rollout])[0]
+
+    def prepare_all(self, rollouts: Sequence[RolloutText]) -> list[dict[str, Row | None]]:
+        """`prepare` of each, for rollouts that end together: some channels ask others about them, and that takes as
+        long for one as for many.
+        """
+        rows = {
+            active.name: active.channel.prepare_all(rollouts)
+            if isinstance(active.channel, PreparesAll)
+            else [active.channel.prepare(rollout) for rollout in rollouts]
+            for active in self.active
+        }
+        return [{name: own[index] for name, own in rows.items()} for index in range(len(rollouts))]
 
     def draw(self, step: int, rank: int, world: int) -> dict[str, Sequence[Row | None]]:
         """Rows for this rank of the channels that have their own, the same whenever a step is asked for."""

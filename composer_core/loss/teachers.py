@@ -2,7 +2,8 @@
 average that follows the policy.
 
 A channel says what it wants with a `SelfTeacher`; a trainer makes it once with `make_teacher`, hands it to its view
-and calls `step` after every optimiser step. Teachers from other models are not here: they do not score yet.
+and calls `step` after every optimiser step. Teachers of other models are not here: their servers score
+where rollouts end (`teachers/scoring.py`).
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ def required_env(data: Any) -> tuple[str, ...]:
 
 
 def fill_spec(spec: RunSpec, environ: Mapping[str, str]) -> RunSpec:
-    """The spec with its placeholders filled in, all but those in the sections of `composer-run replay`.
+    """The spec with its placeholders filled in, all but those in the sections of `composer-run replay`: a teacher's
+    own are filled in where it is made (`teachers/named.py`).
 
     Raises:
         MissingError: a variable is not set, with its name and the key that asks for it.

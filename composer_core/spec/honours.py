@@ -11,17 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_core.errors import MissingError, Problem, UsageError
-from composer_core.plugins.contributions import BackendPlugin, ExecutorPlugin, Kind
+from composer_core.plugins.contributions import BackendPlugin, ExecutorPlugin, Kind, TeacherPlugin
 from composer_core.plugins.registry import Registry
+from composer_core.plugins.teacher_settings import NO_PRICE, PRICE_IT, has_price
 from composer_core.protocols import Need
 from composer_core.spec.capability import PlannedChannel
 from composer_core.spec.errors import problem_at
-from composer_core.spec.model import OPTIONAL, RunSpec
+from composer_core.spec.model import OPTIONAL, Plugged, RunSpec
 from composer_core.spec.rollouts import NONE
+from composer_core.spec.scorers import scorers_of, teachers_of
 from composer_core.spec.yaml import Place, dotted
 
 RECORDED = ("data.traces", "data.max_tokens")
 """What `rollouts: none` brings along: a backend that has it reads these then, and another one is refused for it."""
+_HOW_TO_SCORE = "a teacher {use: openai, scores: true, ...} whose server is vLLM's"
 
 
 @dataclass
@@ -43,6 +46,8 @@ class Sections:
         self._measured()
         self._reader()
         self._teachers()
+        for index, block in enumerate(self.spec.loss.channels):
+            self._scorers(dotted("loss.channels", index), block)
 
     def notes(self) -> Iterator[str]:
         """What a user should know about sections that this run does not read."""
@@ -53,12 +58,16 @@ class Sections:
             yield "data.traces: no channel of this spec reads traces"
         elif data.traces is not None and not self._has("data.traces"):
             yield f"data.traces: backend {self.backend.name!r} does not train on traces, composer-run replay reads them"
-        if self.spec.teachers:
+        scoring = {name for names in scorers_of(self.spec, self.registry).values() for name in names}
+        replayed = [name for name in self.spec.teachers if name not in scoring]
+        if replayed and scoring:
+            yield f"teachers {', '.join(replayed)}, and replay, are read by composer-run replay, not by a training run"
+        elif replayed:
             yield "teachers and replay are read by composer-run replay, not by a training run"
-        elif self.spec.limits.teacher_usd is not None:
+        elif not self.spec.teachers and self.spec.limits.teacher_usd is not None:
             yield "limits.teacher_usd: the spec has no teachers"
         asked, agreement = len(self.spec.replay.teachers or self.spec.teachers), self.spec.replay.agreement
-        if 0 < asked < agreement:
+        if replayed and 0 < asked < agreement:
             yield f"replay.agreement: {agreement} teachers must agree and {asked} will be asked, so no pair can arise"
 
     def _refuse(self, key: str, problem: str, fix: str = "", *, missing: bool = False) -> None:
@@ -149,6 +158,32 @@ class Sections:
         for index, name in enumerate(replay.teachers):
             if name not in given:
                 self._refuse(dotted("replay.teachers", index), f"no teacher is called {name!r}; there are: {names}")
+
+    def _scorers(self, key: str, block: Plugged) -> None:
+        """The teachers that a channel names must be there, score, and have a price where money is limited."""
+        owner, _ = self.registry.get(block.kind, block.use)
+        what = f"channel {block.name!r}: teachers ({owner})"
+        try:
+            names = teachers_of(block, self.registry)
+            for name in names:
+                what = f"teacher {name!r}: scores"
+                self._scorer(f"{key}.teacher", name)
+        except Exception as error:  # a plugin's mistake, whatever its type
+            self._refuse(key, f"{what} failed: {type(error).__name__}: {error}")
+
+    def _scorer(self, key: str, name: str) -> None:
+        teacher = self.spec.teachers.get(name)
+        if teacher is None:
+            known = ", ".join(self.spec.teachers) or "none"
+            self._refuse(key, f"no teacher is called {name!r}; under teachers: there are: {known}")
+            return
+        _, contribution = self.registry.get(teacher.kind, teacher.use)
+        assert isinstance(contribution, TeacherPlugin)
+        if not contribution.scores(teacher.settings):
+            problem = f"teacher {name!r} gives no log-probs of a text it is handed, and a channel learns from those"
+            self._refuse(key, problem, f"{_HOW_TO_SCORE}, or one of the policy's own: self-frozen")
+        elif self.spec.limits.teacher_usd is not None and not has_price(teacher.settings):
+            self._refuse(f"teachers.{name}.price", NO_PRICE, PRICE_IT)
 
 
 def _asked(spec: RunSpec, key: str) -> Any:

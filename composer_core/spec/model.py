@@ -227,7 +227,7 @@ class LimitsSpec(Settings):
     usd: float | None = Field(None, gt=0)
     """Money for the executor's machines; needs an executor whose price is known."""
     teacher_usd: float | None = Field(None, gt=0)
-    """Money for teachers; `composer-run replay` refuses to start above it."""
+    """Money for teachers; `composer-run replay` refuses to start above it, and a run asks no more once it is spent."""
     teacher_tokens: int | None = Field(None, gt=0)
     """Tokens that teachers may read and write, for servers without prices; kept as `teacher_usd` is."""
     kl: float | None = Field(None, gt=0)
@@ -339,7 +339,8 @@ OPTIONAL = (
 """Keys that not every backend carries out: a spec with one that its backend does not list in `honours` is refused."""
 
 REPLAY_ONLY = ("teachers", "replay")
-"""Sections that only `composer-run replay` reads; a worker neither needs nor gets their secrets."""
+"""Sections that `composer-run replay` reads. A worker neither needs nor gets their secrets, but for those of teachers
+that score for a channel (`scorers.py`), which it fills in itself."""
 
 
 PATH_KEYS: Mapping[tuple[str, ...], PathKind] = {

@@ -32,6 +32,7 @@ from composer_core.spec.load import LoadedSpec
 from composer_core.spec.model import PLUG_POINTS, REPLAY_ONLY, Plugged, RunSpec
 from composer_core.spec.resolved import as_json
 from composer_core.spec.rollouts import NONE
+from composer_core.spec.scorers import scorers_of
 from composer_core.spec.yaml import Place
 
 FORMAT = 1
@@ -115,6 +116,7 @@ def make_plan(loaded: LoadedSpec, registry: Registry) -> Plan:
     plugins = tuple(_plugins(loaded.spec, registry))
     spec = as_json(loaded.spec)
     read_by_worker = {name: value for name, value in spec.items() if name not in REPLAY_ONLY}
+    scorers = {name: spec["teachers"][name] for names in scorers_of(loaded.spec, registry).values() for name in names}
     return Plan(
         spec=spec,
         spec_path=os.path.abspath(os.path.expanduser(loaded.path)),
@@ -127,7 +129,7 @@ def make_plan(loaded: LoadedSpec, registry: Registry) -> Plan:
         notes=(*derived.notes, *sections.notes()),
         files=_files(loaded.spec),
         versions={CORE: version(CORE), **{plugin.name: plugin.version for plugin in plugins}},
-        required_env=required_env([read_by_worker, derived.upstream]),
+        required_env=required_env([read_by_worker, scorers, derived.upstream]),
     )
 
 

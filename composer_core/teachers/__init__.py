@@ -6,6 +6,7 @@
     budget.py      money and tokens, over processes     pairs.py      answers -> agreement -> pairs
     normalise.py   redaction.py, juicer.py: clean pairs pair_rows.py  pairs as token ids
     reference.py   a model's log-probs of both answers (the only module here that needs torch)
+    named.py       a teacher of a spec, made         scoring.py    a teacher that reads hinted texts for a channel
 
 Their settings stand in `plugins/teacher_settings.py`. To add a teacher, contribute a `TeacherPlugin` whose target is a
 `protocols.TeacherSource`.

@@ -13,9 +13,10 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-from composer_core.errors import Stopped
-from composer_core.protocols import Cost, TeacherReply, TeacherRequest, TeacherSource
+from composer_core.errors import Stopped, UsageError
+from composer_core.protocols import Cost, ScoreRequest, Scores, TeacherReply, TeacherRequest, TeacherSource
 from composer_core.teachers.budget import Budget
 from composer_core.teachers.cache import ReplyCache, cache_key
 from composer_core.teachers.database import Database
@@ -38,6 +39,18 @@ class Answer:
     cached: bool = False
     seconds: float = 0.0
     attempts: int = 1
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One question, whatever its kind."""
+
+    state_id: str
+    key: str
+    """What the answer is found by; "" where it is not kept."""
+    worst: Cost
+    send: Callable[[], Awaitable[TeacherReply]]
+    """One attempt."""
 
 
 @dataclass
@@ -77,20 +90,38 @@ class Asker:
             BudgetSpent: the call might cost more than is left.
             Stopped: it is `stopping`, and there is no answer yet.
         """
-        key, started = self.key(request), time.perf_counter()
-        if key and (reply := self._cache.get(key)) is not None:
-            return Answer(self.name, request.state_id, reply, cached=True)
-        async with self._under_way:
-            reply, error, attempts = await self._attempts(request, key)
-        return Answer(
-            self.name, request.state_id, reply, error, seconds=time.perf_counter() - started, attempts=attempts
-        )
+        send = partial(self.teacher.complete, request)
+        return await self._answer(_Call(request.state_id, self.key(request), self.teacher.worst(request), send))
 
-    async def _attempts(self, request: TeacherRequest, key: str) -> tuple[TeacherReply | None, str, int]:
+    async def score(self, request: ScoreRequest, *, anew: bool = False) -> Answer:
+        """How likely the teacher finds a text (`protocols.Scores`), from the cache or the teacher; `anew`: not from the
+        cache, and not for it.
+
+        Raises:
+            UsageError: this teacher does not score. Others as `ask`.
+        """
+        teacher: object = self.teacher
+        if not isinstance(teacher, Scores):
+            raise UsageError(f"teacher {self.name!r} does not score")
+        key = ""
+        if self.teacher.identity and not anew:
+            key = cache_key(self.teacher.identity, {"score": list(request.ids), "start": request.start}, 0)
+        send = partial(teacher.score, request)
+        return await self._answer(_Call(request.state_id, key, teacher.worst_score(request), send))
+
+    async def _answer(self, call: _Call) -> Answer:
+        started = time.perf_counter()
+        if call.key and (reply := self._cache.get(call.key)) is not None:
+            return Answer(self.name, call.state_id, reply, cached=True)
+        async with self._under_way:
+            reply, error, attempts = await self._attempts(call)
+        return Answer(self.name, call.state_id, reply, error, seconds=time.perf_counter() - started, attempts=attempts)
+
+    async def _attempts(self, call: _Call) -> tuple[TeacherReply | None, str, int]:
         error = ""
         for attempt in range(1, self.teacher.attempts + 1):
             try:
-                return await self._once(request, key), "", attempt
+                return await self._once(call), "", attempt
             except StateRefused as refusal:
                 return None, str(refusal), attempt
             except Again as again:
@@ -101,13 +132,13 @@ class Asker:
                     await self.sleep(_wait(attempt, again.after))
         return None, f"given up after {self.teacher.attempts} attempts: {error}", self.teacher.attempts
 
-    async def _once(self, request: TeacherRequest, key: str) -> TeacherReply:
+    async def _once(self, call: _Call) -> TeacherReply:
         await self._turn()
         if self.stopping:
             raise Stopped("not sent")
-        reservation = await self._reserve(self.teacher.worst(request))
+        reservation = await self._reserve(call.worst)
         try:
-            reply = await self.teacher.complete(request)
+            reply = await call.send()
         except Again as again:
             (self.budget.doubt if again.billed else self.budget.release)(reservation)
             raise
@@ -120,8 +151,8 @@ class Asker:
         cost = Cost(usd=reply.usd, tokens=reply.prompt_tokens + reply.completion_tokens)
         with self.database.write() as transaction:
             self.budget.settle(reservation, cost, within=transaction)
-            if key:
-                self._cache.put(key, reply, within=transaction)
+            if call.key:
+                self._cache.put(call.key, reply, within=transaction)
         return reply
 
     async def _turn(self) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer_core.errors import MissingError, UsageError
 from composer_core.plugins.teacher_settings import OpenAiTeacherSettings
-from composer_core.protocols import Cost, TeacherReply, TeacherRequest
+from composer_core.protocols import Cost, ScoreRequest, TeacherReply, TeacherRequest
 from composer_core.teachers.errors import Again, StateRefused, TeacherRefused
 
 if TYPE_CHECKING:
@@ -40,13 +40,17 @@ _TOOLS_PREAMBLE = 1024
 _SAID_CHARS = 300
 _SECRET_CHARS = 8
 """A shorter key is a placeholder for a server without keys."""
+_SCORE_ANSWER = 1
+"""Tokens written behind a text that is scored: some servers refuse to write none."""
+_ABOVE_ZERO = 1e-3
+"""By how much rounding may lift a log-prob above 0."""
 _SIZES = frozenset({"mini", "nano", "micro", "tiny", "small", "lite", "flash", "air"})
 OTHER_MODEL = "other model"
 """`TeacherReply.finish` of an answer by another model than was asked for."""
 
 
 class OpenAiTeacher:
-    """Implements `protocols.TeacherSource`; the connections are kept and reused until `aclose`."""
+    """Implements `protocols.TeacherSource` and `Scores`; the connections are kept and reused until `aclose`."""
 
     def __init__(self, settings: OpenAiTeacherSettings) -> None:
         """Make the client; nothing is sent.
@@ -106,50 +110,73 @@ class OpenAiTeacher:
         data = await self._post("chat/completions", self.body(request))
         choice = _first(data.get("choices"))
         message = choice.get("message")
-        usage = data["usage"] if isinstance(data.get("usage"), dict) else {}
-        prompt, completion = (_count(usage.get(f"{side}_tokens")) for side in ("prompt", "completion"))
-        if not usage:  # what nobody counted is booked at its worst
-            worst = self.worst(request)
-            usd, prompt, completion = worst.usd, worst.tokens - self.settings.max_tokens, self.settings.max_tokens
-        else:
-            usd = _dollars(usage.get("cost"), self._cost(prompt, completion).usd)
-        model = str(data.get("model") or "")
-        wanted = self.settings.any_model or same_model(self.settings.model, model)
-        return TeacherReply(
-            message=_assistant(message) if isinstance(message, dict) else None,
-            finish=str(choice.get("finish_reason") or "") if wanted else OTHER_MODEL,
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            usd=usd,
-            model=model,
+        return self._reply(
+            data,
+            _assistant(message) if isinstance(message, dict) else None,
+            finish=str(choice.get("finish_reason") or "") if self._wanted(data) else OTHER_MODEL,
+            worst=self.worst(request),
+            answer=self.settings.max_tokens,
         )
 
-    async def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
-        """Log-prob of each continuation token under this model, at temperature 1 (vLLM's `prompt_logprobs`).
+    def worst_score(self, request: ScoreRequest) -> Cost:
+        """The ids are sent as they are; a server may put its own mark in front."""
+        return self._cost(len(request.ids) + _TOKENS_PER_MESSAGE, _SCORE_ANSWER)
+
+    async def score(self, request: ScoreRequest) -> TeacherReply:
+        """Send once, to an endpoint that reads token ids (vLLM's `prompt_logprobs`).
 
         Raises:
             UsageError: the settings do not say that this server `scores`.
-            TeacherRefused: the server does not give log-probs of its prompt. Others as `complete`.
+            TeacherRefused: the server gives no log-probs of a text it is handed, or another model answers.
+            StateRefused: they are of other tokens, or no log-probs. Others as `complete`.
         """
         if not self.settings.scores:
             raise UsageError(f"{self.identity} is not said to score", at="scores", fix="scores: true, for vLLM")
-        ids = [*prompt, *continuation]
-        body = {"model": self.settings.model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+        ids, start = list(request.ids), request.start
+        body = {
+            "model": self.settings.model,
+            "prompt": ids,
+            "max_tokens": _SCORE_ANSWER,
+            "prompt_logprobs": 0,
+            "temperature": 1.0,
+        }
         data = await self._post("completions", body)
+        if not self._wanted(data):
+            raise TeacherRefused(f"{self.identity}: {data['model']} answered", at="any_model", fix="any_model: true")
         listed = _first(data.get("choices")).get("prompt_logprobs")
         if not isinstance(listed, list) or len(listed) != len(ids):
             raise TeacherRefused(
                 f"{self.identity} gives no log-probs of a text it is handed", at="scores", fix="leave scores out"
             )
-        pairs = list(zip(ids, listed, strict=True))[len(prompt) :]
-        try:
-            return [float(entry[str(token)]["logprob"]) for token, entry in pairs]
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateRefused(f"log-probs of other tokens than were sent: {error}") from error
+        message = _scored(ids[start:], listed[start:])
+        return self._reply(data, message, finish="", worst=self.worst_score(request), answer=_SCORE_ANSWER)
 
     async def aclose(self) -> None:
         """Close the connections."""
         await self._client.aclose()
+
+    def _wanted(self, data: Mapping[str, Any]) -> bool:
+        """Whether the model that was asked for answered."""
+        return self.settings.any_model or same_model(self.settings.model, str(data.get("model") or ""))
+
+    def _reply(
+        self, data: Mapping[str, Any], message: dict[str, Any] | None, *, finish: str, worst: Cost, answer: int
+    ) -> TeacherReply:
+        """With what it cost; `answer` tokens of `worst` are those of the longest answer."""
+        usage = data["usage"] if isinstance(data.get("usage"), dict) else {}
+        prompt, completion = (_count(usage.get(f"{side}_tokens")) for side in ("prompt", "completion"))
+        if not usage:  # what nobody counted is booked at its worst
+            usd, prompt, completion = worst.usd, worst.tokens - answer, answer
+        else:
+            usd = _dollars(usage.get("cost"), self._cost(prompt, completion).usd)
+        return TeacherReply(
+            message=message,
+            finish=finish,
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            usd=usd,
+            model=str(data.get("model") or ""),
+        )
 
     def _cost(self, prompt: int, completion: int) -> Cost:
         price = self.settings.price
@@ -206,6 +233,24 @@ def _assistant(message: Mapping[str, Any]) -> dict[str, Any]:
         return {"role": "assistant", "content": None}
     kept = {key: message[key] for key in ("content", "tool_calls", "reasoning_content") if message.get(key)}
     return {"role": "assistant", "content": None, **kept}
+
+
+def _scored(ids: Sequence[int], listed: Sequence[Any]) -> dict[str, Any]:
+    """Log-prob and text of each token, from the entries that a server gives by token id.
+
+    Raises:
+        StateRefused: an entry is not of its token, or not a log-prob.
+    """
+    try:
+        entries = [entry[str(token)] for token, entry in zip(ids, listed, strict=True)]
+        logps = [float(entry["logprob"]) for entry in entries]
+        tokens = [text if isinstance(text := entry.get("decoded_token"), str) else None for entry in entries]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StateRefused(f"log-probs of other tokens than were sent: {error}") from error
+    wrong = next((logp for logp in logps if not (math.isfinite(logp) and logp <= _ABOVE_ZERO)), None)
+    if wrong is not None:
+        raise StateRefused(f"{wrong} is no log-prob")
+    return {"logps": logps, "tokens": tokens}
 
 
 def _is_call(call: Any) -> bool:

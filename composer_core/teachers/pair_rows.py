@@ -46,6 +46,8 @@ def pair_ids(
         longest = len(prompt) + max(len(chosen), len(rejected))
         if not prompt or not chosen or not rejected:
             dropped["a side is empty"] += 1
+        elif chosen == rejected:  # such as two calls, where a chat template leaves calls out
+            dropped["both answers read the same to this model"] += 1
         elif max_tokens is not None and longest > max_tokens:
             dropped["too long"] += 1
         else:

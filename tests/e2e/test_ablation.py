@@ -194,6 +194,15 @@ def test_a_control_that_never_gets_there_has_met_its_target(ablation):
     assert ablation.results.checks(outcomes(ablation, sdpo=[100])) == []  # nothing to compare with
 
 
+def test_there_is_no_ratio_to_what_never_happened(ablation):
+    made = outcomes(ablation, grpo_4e_4=[0, 0], sdpo=[100, 0], wrong_hint=[0, 0])
+    median, per_seed, wrong = ablation.results.checks(made)
+    assert (median.found, median.met) == ("neither got there", False)
+    assert (per_seed.found, per_seed.met) == ("1 of 2: GRPO never, neither got there", False)
+    assert (wrong.found, wrong.met) == ("neither got there", False)
+    assert [ablation.report.cells(row)[4] for row in ablation.results.rows(made)] == ["-", "-", "-"]
+
+
 def test_the_report_shows_what_was_not_reached(ablation, tmp_path):
     made = outcomes(ablation, grpo_4e_4=[200], sdpo=[80], wrong_hint=[0])
     ablation.report.write_report(made, tmp_path, machine="here")

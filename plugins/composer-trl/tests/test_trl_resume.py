@@ -62,6 +62,13 @@ def weights(directory):
     return file.read_bytes()
 
 
+PAIR = {
+    "state_id": "s", "messages": [{"role": "user", "content": "2+2"}], "n_agreeing": 1, "teachers": ["t"], "meta": {},
+    "chosen": {"role": "assistant", "content": "4"}, "rejected": {"role": "assistant", "content": "five"}, "ref": None,
+}  # fmt: skip
+SDPO = "{use: sdpo, weight: 1.0, success: 2.0, teacher: self-ema, target: {use: taid, steps: 8}}"
+REPLAY = "{use: replay, weight: 0.3, variant: simpo, pairs_per_step: 2}"
+CHANNELS = [f"loss.channels=[{SDPO}, {REPLAY}]", "data.pairs={path: pairs.jsonl}"]
 LORA = ["model.lora={rank: 4, dropout: 0.1}", "train.learning_rate=0.05"]
 
 
@@ -77,10 +84,17 @@ LORA = ["model.lora={rank: 4, dropout: 0.1}", "train.learning_rate=0.05"]
         (3, ["train.iterations=2"]),
         (4, ["train.iterations=2", *LORA]),
         (5, ["loss.objective.kl_coef=0.1", "train.warmup_steps=4"]),
+        # a moving average, TAID's schedule, the place among the pairs; rows wait in the generation that is under way
+        (3, ["train.iterations=2", *CHANNELS]),
+        (4, [*CHANNELS, "train.learning_rate=0.01", "model.lora={rank: 4}"]),
+        # the core's own objective, and an advantage that has the KL in it
+        (3, ["loss.objective={use: composer2}", "train.iterations=2", *CHANNELS]),
     ],
-    ids=["mid-round", "end-of-round", "mid-generation", "lora", "kl-and-warm-up"],
+    ids=["mid-round", "end-of-round", "mid-generation", "lora", "kl-and-warm-up", "channels", "channels-lora", "core"],
 )
-def test_a_resumed_run_ends_as_if_it_had_never_stopped(train, half, overrides):
+def test_a_resumed_run_ends_as_if_it_had_never_stopped(train, tmp_path, half, overrides):
+    pairs = [{**PAIR, "state_id": f"s{i}", "chosen": {"role": "assistant", "content": str(i)}} for i in range(3)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     whole = train(*overrides)
     parts = train(*overrides, f"train.steps={half}")
     resume(parts, "train.steps=8")
