@@ -1,155 +1,155 @@
-"""What Composer adds to a step of TRL, against the stock trainer with the same GRPOConfig.
+"""What Composer adds to a step of TRL, and what its channels cost, in time and in memory.
 
     python bench/trl.py [--quick] [--json]
 
-Contender: ComposerGRPOTrainer with the run listener writing metrics and samples into a run directory. Peer:
-trl.GRPOTrainer with the same configuration, model, prompts and seed. Blocks of steps alternate in one process
-(A B B A A B ...). Both are bit-equal, so step i of one block does the same work as step i of the next: steps are
-compared in pairs, and the median of the pairs is quoted. Targets: at most 3 ms a step on the tiny model, at most 2 % on
-SmolLM2-135M with LoRA (left out by --quick, which must end within a minute).
+    added to a step        ComposerGRPOTrainer without channels, in a run that writes metrics and samples, minus
+                           trl.GRPOTrainer
+    all channels           dr-grpo + sdpo (jsd, full vocabulary, frozen teacher) + replay (dpo, stored reference), over
+                           the stock step with the forwards that these need, bare (`trl_contenders.py`)
+    objective + sdpo       dr-grpo + sdpo with a live teacher, over TRL's own SDPOTrainer
+
+Contenders take their steps in turn, in one process and one thread (`trl_turns.py`), on the same prompts, and sample the
+same completions. `ratio` is the median over steps of the trainer thread's processor time, step by step; `peers` holds
+the same by the clock on the wall, which other programs disturb, and the medians. Memory is the most tensor bytes alive
+during the first step beyond those before it, with completions that nobody sampled.
+
+The whole takes about ten minutes. --quick: the tiny model alone, within one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from itertools import pairwise
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
-sys.path.remove(str(Path(__file__).parent))  # else this file is what `import trl` finds
+sys.path.append(sys.path.pop(0))  # last, else this file is what `import trl` finds
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRL_EXPERIMENTAL_SILENCE="1"
+)
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-SMOL = ["train.steps=4", "train.max_completion_tokens=24", "train.prompts_per_step=1"]
-TINY = ["train.steps=30", "checkpoint.every=null"]
+from loss_measure import Figure
 
+if TYPE_CHECKING:
+    from trl_contenders import Run, Setting
+    from trl_turns import Seconds
 
-@contextmanager
-def open_run(spec_path: Path, overrides: list[str], root: Path) -> Iterator[object]:
-    """A run session as the worker makes it, without a display."""
-    from composer_core.data.rewards import build_rewards
-    from composer_core.plugins.registry import Registry
-    from composer_core.run.control import Control, StopSignals
-    from composer_core.run.directory import create_run
-    from composer_core.run.progress import Silent
-    from composer_core.run.session import RunSession
-    from composer_core.run.tripwires import tripwires
-    from composer_core.spec.load import load_spec
-    from composer_core.spec.plan import make_plan
-
-    registry = Registry.discover()
-    loaded = load_spec(spec_path, registry, overrides=overrides)
-    plan = make_plan(loaded, registry)
-    objective = loaded.spec.loss.objective
-    with StopSignals() as signals:
-        directory, limits = create_run(root, loaded.spec.name), loaded.spec.limits
-        wires = tripwires(limits, channels=[], warn=print)
-        session = RunSession(
-            directory,
-            loaded.spec,
-            upstream=plan.upstream,
-            rewards=build_rewards(loaded.spec, registry),
-            objective=registry.get(objective.kind, objective.use)[1].load()(objective.settings),
-            control=Control(signals, stop_file=directory.stop_file, hours=limits.hours, tripwires=wires),
-            display=Silent(),
-        )
-        with closing(session):
-            yield session
+CLOCKS = ("cpu", "wall")
+ADDED = 0.003
+"""Seconds."""
+LARGE = (
+    "train.group_size=8",
+    "train.micro_batch=8",
+    "train.max_completion_tokens=256",
+    "train.gradient_checkpointing=true",  # TRL's default; without it a model's own activations are most of a step
+)
 
 
-def block(kind: str, spec: Path, overrides: list[str]) -> list[float]:
-    """Train one block; wall-clock seconds of each optimiser step, logging included."""
-    from transformers import PrinterCallback, TrainerCallback
-    from trl import GRPOTrainer
+@dataclass(frozen=True)
+class Contender:
+    """A trainer and what it trains on."""
 
-    from composer_core.hf.models import load_policy, load_tokenizer
-    from composer_core.loss.composite import CompositeLoss
-    from composer_trl.backend import RunListener, config_of, lora_config, rows_dataset
-    from composer_trl.trainer import ComposerGRPOTrainer
-
-    ticks = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, args, state, control, **_):
-            ticks.append(time.perf_counter())
-
-        def on_train_end(self, args, state, control, **_):
-            ticks.append(time.perf_counter())
-
-    with tempfile.TemporaryDirectory() as root, open_run(spec, overrides, Path(root)) as run:
-        folder = run.model_folder()
-        listener = RunListener(run, CompositeLoss([], run.objective))
-        ours = {"callbacks": [Clock(), listener], "on_generation": listener.on_generation}
-        trainer = (ComposerGRPOTrainer if kind == "composer" else GRPOTrainer)(
-            load_policy(folder, dtype="float32"),
-            [reward.score for reward in run.rewards],
-            config_of(run),
-            train_dataset=rows_dataset(run.prompts()),
-            processing_class=load_tokenizer(folder),
-            peft_config=lora_config(run.spec.model.lora),
-            **(ours if kind == "composer" else {"callbacks": [Clock()]}),
-        )
-        listener.trainer = trainer
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    return [after - before for before, after in pairwise(ticks)]
+    make: Callable[[Run], Any]
+    setting: Setting
 
 
-def compare(spec: Path, overrides: list[str], rounds: int) -> tuple[list[tuple[float, float]], dict[str, float]]:
-    """Pairs (composer, stock) of the same step, the first of each block left out, and both medians."""
-    pairs = []
-    for number in range(rounds):
-        order = ("composer", "stock") if number % 2 == 0 else ("stock", "composer")
-        seconds = {kind: block(kind, spec, overrides) for kind in order}
-        pairs += list(zip(seconds["composer"][1:], seconds["stock"][1:], strict=True))
-    medians = {kind: statistics.median(pair[i] for pair in pairs) for i, kind in enumerate(("composer", "stock"))}
-    return pairs, medians
+def figures(folder: Path, *, quick: bool) -> Iterator[Figure]:
+    """Everything, in the order it is measured."""
+    from trl_contenders import bare, composer, sdpo, smollm2, stock, tiny
 
-
-def figures(quick: bool) -> Iterator[dict[str, object]]:
-    pairs, medians = compare(EXAMPLES / "quickstart.yaml", TINY, rounds=4 if quick else 10)
-    added = statistics.median(ours - stock for ours, stock in pairs)
-    yield {
-        "figure": "added to a step, tiny model (s)",
-        "ratio": round(added / 0.003, 3),
-        "target": 1.0,
-        "met": added <= 0.003,
-        "peers": {"added": round(added, 5)} | {kind: round(value, 4) for kind, value in medians.items()},
-        "n": len(pairs),
-    }
+    task, steps = tiny(folder), 15 if quick else 60
+    alone, full = task.alone(), task.all_channels("self-frozen", 8)
+    small = {"ours": Contender(composer, alone), "stock": Contender(stock, alone)}
+    small |= {"all channels": Contender(composer, full), "stock + bare": Contender(bare, full)}
+    taken = seconds(small, folder, steps=steps)
+    yield added(taken["ours"], taken["stock"])
+    yield slower("all channels / (stock + bare), tiny model", taken, "all channels", "stock + bare", target=1.15)
     if quick:
         return
-    pairs, medians = compare(EXAMPLES / "smollm2-math.yaml", SMOL, rounds=6)
-    ratio = statistics.median(ours / stock for ours, stock in pairs)
-    yield {
-        "figure": "step, SmolLM2-135M LoRA, composer / stock",
-        "ratio": round(ratio, 4),
-        "target": 1.02,
-        "met": ratio <= 1.02,
-        "peers": {kind: round(value, 3) for kind, value in medians.items()},
-        "n": len(pairs),
-    }
+    task = smollm2(folder)
+    alone, full = task.alone(), task.all_channels("self-frozen", 2)
+    live = task.hinted("self-live")
+    what = "SmolLM2 LoRA, 4 x 32 tokens"
+    for name, make, setting, peer, their_make, their_setting, target in (
+        ("no channel", composer, alone, "stock", stock, alone, 1.02),
+        ("all channels", composer, full, "stock + bare", bare, full, 1.15),
+        ("objective + sdpo", composer, live, "SDPOTrainer", sdpo, alone, 1.0),
+    ):
+        pair = {name: Contender(make, setting), peer: Contender(their_make, their_setting)}
+        yield slower(f"{name} / {peer}, {what}", seconds(pair, folder, steps=6), name, peer, target=target)
+    pair = {"ours": Contender(composer, full), "stock + bare": Contender(bare, full)}
+    yield larger(f"memory, all channels / stock + bare, {what}", pair, folder, target=1.15)
+    alone, live = (setting_of(*LARGE) for setting_of in (task.alone, partial(task.hinted, "self-live")))
+    pair = {"ours": Contender(composer, live), "SDPOTrainer": Contender(sdpo, alone)}
+    yield larger("memory, objective + sdpo / SDPOTrainer, SmolLM2 LoRA, 8 x 256 tokens", pair, folder, target=0.5)
+
+
+def seconds(contenders: Mapping[str, Contender], folder: Path, *, steps: int) -> dict[str, list[Seconds]]:
+    """What the steps of each took, in turn."""
+    from trl_contenders import open_run
+    from trl_turns import WARM_UP, in_turn
+
+    with ExitStack() as stack:
+        trainers = {}
+        for name, contender in contenders.items():
+            run = stack.enter_context(open_run(contender.setting.to(steps=steps + WARM_UP), Path(folder, "runs")))
+            trainers[name] = contender.make(run)
+        return in_turn(trainers, steps)
+
+
+def added(ours: Sequence[Seconds], stock: Sequence[Seconds]) -> Figure:
+    """Seconds more in a step, over the target."""
+    pairs = list(zip(ours, stock, strict=True))
+    more = {clock: median(getattr(a, clock) - getattr(b, clock) for a, b in pairs) for clock in CLOCKS}
+    peers = {f"added ({clock} ms)": 1000 * value for clock, value in more.items()} | _medians(
+        {"ours": ours, "stock": stock}
+    )
+    return Figure("added to a step, tiny model, over 3 ms", more["cpu"] / ADDED, 1.0, peers, len(ours))
+
+
+def slower(figure: str, taken: Mapping[str, Sequence[Seconds]], ours: str, peer: str, *, target: float) -> Figure:
+    """Time of a step over the peer's."""
+    pairs = list(zip(taken[ours], taken[peer], strict=True))
+    ratios = {clock: median(getattr(a, clock) / getattr(b, clock) for a, b in pairs) for clock in CLOCKS}
+    peers = {"by the wall clock": ratios["wall"]} | _medians(taken)
+    return Figure(figure, ratios["cpu"], target, peers, len(taken[ours]))
+
+
+def larger(figure: str, contenders: Mapping[str, Contender], folder: Path, *, target: float) -> Figure:
+    """Memory of a step over the peer's; ours comes first."""
+    from trl_contenders import open_run, without_sampling
+    from trl_turns import peak_bytes
+
+    peaks = {}
+    for name, contender in contenders.items():
+        with open_run(contender.setting.to(steps=1), Path(folder, "runs")) as run:
+            peaks[name] = peak_bytes(without_sampling(contender.make(run))) / 1e6
+    ours, theirs = peaks.values()
+    return Figure(figure, ours / theirs, target, {f"{name} (MB)": value for name, value in peaks.items()}, 1)
+
+
+def _medians(taken: Mapping[str, Sequence[Seconds]]) -> dict[str, float]:
+    return {f"{name} (cpu ms)": 1000 * median(seconds.cpu for seconds in of) for name, of in taken.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the tiny model only")
+    parser.add_argument("--quick", action="store_true", help="the tiny model alone, within a minute")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
-    for figure in figures(options.quick):
-        if options.json:
-            print(json.dumps(figure), flush=True)
-        else:
-            met = "met" if figure["met"] else "MISSED"
-            print(f"{figure['figure']}: ratio {figure['ratio']}, target {figure['target']}: {met} {figure['peers']}")
+    warnings.filterwarnings("ignore", message="'pin_memory' argument")
+    with tempfile.TemporaryDirectory() as folder:
+        for figure in figures(Path(folder), quick=options.quick):
+            print(figure.line(options.json), flush=True)
 
 
 if __name__ == "__main__":
