@@ -85,7 +85,7 @@ def figures(folder: Path, *, quick: bool) -> Iterator[Figure]:
         ("objective + sdpo", composer, live, "SDPOTrainer", sdpo, alone, 1.0),
     ):
         pair = {name: Contender(make, setting), peer: Contender(their_make, their_setting)}
-        yield slower(f"{name} / {peer}, {what}", seconds(pair, folder, steps=6), name, peer, target=target)
+        yield slower(f"{name} / {peer}, {what}", seconds(pair, folder, steps=8), name, peer, target=target)
     pair = {"ours": Contender(composer, full), "stock + bare": Contender(bare, full)}
     yield larger(f"memory, all channels / stock + bare, {what}", pair, folder, target=1.15)
     alone, live = (setting_of(*LARGE) for setting_of in (task.alone, partial(task.hinted, "self-live")))

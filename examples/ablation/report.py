@@ -74,6 +74,7 @@ def steps(value: float) -> str:
 def page(outcomes: Sequence[Outcome], *, machine: str) -> str:
     """The HTML page, in the look of a run's own report."""
     style = Path(composer_core.run.charts.__file__).with_name("page.css").read_text(encoding="utf-8")
+    style += "td:first-child { white-space: nowrap; }"
     figures = [
         f'<figure class="card wide" style="margin:0"><h3>{html.escape(chart.title)}</h3>{draw(chart)}</figure>'
         for chart in charts(outcomes)
@@ -87,7 +88,9 @@ def page(outcomes: Sequence[Outcome], *, machine: str) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">\n'
         f"<title>Ablation - Composer</title><style>{style}</style></head><body><main>\n"
         f'<h1>Three channels, one task</h1><p class="facts">{html.escape(machine)}</p>\n'
-        f"<h2>Expected reward over optimiser steps, median of seeds</h2><section class='charts'>{''.join(figures)}"
+        "<h2>Expected reward over optimiser steps, median of seeds</h2>\n"
+        f"<p class='muted'>A run ends at {GOAL:g}; its curve stays there while others go on.</p>\n"
+        f"<section class='charts'>{''.join(figures)}"
         f"</section>\n<h2>Up to a reward of {GOAL:g}</h2><div class='card scroll'><table><tr>{head}</tr>\n{body}"
         f"</table></div>\n<h2>Targets</h2><ul>{told}</ul>\n</main></body></html>\n"
     )

@@ -42,10 +42,21 @@ SEEDS = (11, 12, 13, 14, 15)
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 0 when all targets that could be checked are met, else 1."""
+    """The exit code: 0 when all targets that could be checked are met, 1 when not, Composer's own after an error."""
+    from composer_core.errors import ComposerError
+
     options = _options(argv)
-    prepare_seeds(options.seeds, options.out, processes=options.processes)
-    outcomes = run_arms(options)
+    try:
+        prepare_seeds(options.seeds, options.out, processes=options.processes)
+        outcomes = run_arms(options)
+    except ComposerError as error:
+        _say(str(error))
+        return error.exit_code
+    return report_on(outcomes, options)
+
+
+def report_on(outcomes: Sequence[Outcome], options: argparse.Namespace) -> int:
+    """Write the report, print the table; `main`'s exit code."""
     from report import markdown, write_report
     from results import checks, rows
 

@@ -54,9 +54,8 @@ def score(
         temperature: logits are divided by it.
         autocast: entered around the model.
     """
-    nothing = torch.full_like(ids, -100)  # no token for TRL's head
-    with autocast():
-        model(input_ids=ids, attention_mask=mask, labels=nothing, fused_lm_head=True)
+    with autocast():  # TRL's head would project every token, also those without a label
+        model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
     assert forward.states is not None
     scored = mask[:, -width:].bool()
     logps, entropies = fused_logps(
