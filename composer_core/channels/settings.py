@@ -128,8 +128,8 @@ class SdpoSettings(Settings):
     is_clip: float | None = Field(2.0, gt=0)
     """Cap on the importance ratio that weights each token when the policy has moved since it sampled; null: none."""
     hint_gain: bool = True
-    """Log by how much the hint raises the log-prob of the hinted tokens (at `temperature`), on average. Near zero, or
-    below, the hints carry no information, and then they hurt."""
+    """Log by how much the hint raises the log-prob of the sampled tokens (at `temperature`), on average. Near zero the
+    hints carry no information, and then they hurt; a good hint lowers it where the tokens are wrong."""
     hints: HintSettings = HintSettings()
 
     @field_validator("teacher", mode="before")
