@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from composer_core.channels.settings import HintSettings
@@ -39,7 +39,7 @@ class Hinting:
     def row(self, rollout: RolloutText) -> Row | None:
         """The row of `channels/rows.py`; None where there is nothing to say, or no place to say it.
 
-        Why a hint could not be placed is logged once per reason.
+        Why a hint could not be placed is logged once per reason, and counted in `skipped`.
 
         Raises:
             UsageError: the data has no such column, a site is no site, or the chat template takes no hints there.
@@ -54,6 +54,11 @@ class Hinting:
             self._told.add(reason)
             logger.warning("sdpo: rollout %s is not hinted, and others like it: %s", rollout.uid, reason)
         return made
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Why hints could not be placed in rollouts so far: reason -> how many."""
+        return {} if self._rows is None else self._rows[1].skipped
 
     def trace_rows(self, tokenizer: TokenizerLike, *, skipped: Counter[str]) -> TraceRows:
         """What reads recorded traces with these hints; `skipped` receives why some are left out.

@@ -56,6 +56,11 @@ class Sdpo(ChannelDefaults):
         """Take the best way whose need the plan has granted."""
         self._way = next(way for way in ways(self.settings) if NEED_OF[way] in needs)
 
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """See `loss.channel.LeavesOut`."""
+        return self.hinting.skipped
+
     def take_registry(self, registry: Registry) -> None:
         """Hint templates of the run's plugins."""
         self.hinting = Hinting(self.settings.hints, success=self.settings.success, registry=registry)

@@ -137,6 +137,16 @@ class TakesScorers(Protocol):
 
 
 @runtime_checkable
+class LeavesOut(Protocol):
+    """A channel that cannot use everything, and counts what it left out."""
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Reason -> how often, since it was made."""
+        ...
+
+
+@runtime_checkable
 class TakesRegistry(Protocol):
     """A channel that looks up other plugins' contributions, such as hint templates."""
 

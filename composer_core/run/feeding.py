@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer_core.errors import UsageError
-from composer_core.loss.channel import TakesPairs, TakesRegistry
+from composer_core.loss.channel import LeavesOut, TakesPairs, TakesRegistry
 from composer_core.loss.composite import CompositeLoss
 from composer_core.plugins.registry import Registry
 from composer_core.run.context import RunContext
@@ -58,6 +58,13 @@ def _record(loss: CompositeLoss, run: RunContext, traces: TracesSpec, registry: 
     recorder = Recorder(loss, registry, tokenizer, run.spec.data.max_tokens)
     recorder.write(traces, run.recorded_file)
     run.event("traces", path=traces.path, **recorder.facts())
+
+
+def report_left_out(loss: CompositeLoss, run: RunContext) -> None:
+    """One event for each channel that left something out of this process's rollouts."""
+    for active in loss.active:
+        if isinstance(active.channel, LeavesOut) and active.channel.skipped:
+            run.event("left-out", channel=active.name, reasons=dict(active.channel.skipped))
 
 
 def _pair_rows(run: RunContext, path: Path) -> list[Row]:

@@ -144,7 +144,8 @@ def _train(directory: RunDirectory, signals: StopSignals, call: _Call, ranks: Ra
     spent = _begin(directory, checkpoint)
     document = _document(directory)
     ranks.start(document, call.argv)
-    from composer_core.run.feeding import feed  # and torch with it, which reads the environment that was set here
+    # torch comes with it, and reads the environment that was set here
+    from composer_core.run.feeding import feed, report_left_out
     from composer_core.run.scoring import scoring_teachers
 
     spec, plan, registry = _restore(document)
@@ -171,6 +172,7 @@ def _train(directory: RunDirectory, signals: StopSignals, call: _Call, ranks: Ra
         with scoring_teachers(loss, session, registry, scope=str(directory.path)):
             feed(loss, session, registry)
             result = backend.train(session, loss)
+        report_left_out(loss, session)
     if checkpoint is not None and result.steps <= checkpoint.step and not result.stopped:
         raise RunFailed(f"backend {spec.backend.use!r} resumed after step {checkpoint.step} and trained no step")
     return result

@@ -226,3 +226,15 @@ def test_a_real_model_from_a_gguf_package_trains(tmp_path):
     run = tmp_path / "runs" / "latest"
     assert len(metrics(run)) == 1
     assert (run / "model" / "adapter_model.safetensors").stat().st_size > 1_000_000
+
+
+@pytest.mark.slow
+def test_rollouts_that_cannot_be_hinted_are_counted_and_the_run_goes_on(folder):
+    # a raw text has no system message to put a hint into
+    channels = "loss.channels=[{use: sdpo, weight: 1.0, success: 2.0, hints: {at: system}}]"
+    code, _, err = composer_run(folder, "spec.yaml", "data.prompts.chat=false", channels)
+    assert code == 0, err
+    lines = (folder / "runs" / "latest" / "events.jsonl").read_text().splitlines()
+    (event,) = [event for event in map(json.loads, lines) if event["event"] == "left-out"]
+    # 2 steps x 2 prompts x 2 completions
+    assert (event["channel"], event["reasons"]) == ("sdpo", {"a text prompt has no system message": 8})
