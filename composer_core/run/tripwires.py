@@ -21,6 +21,9 @@ KL = "policy/kl"
 REWARD_STEPS = 10
 """Logged steps in a mean of `limits.reward_drop`."""
 
+VOID_GAIN = 0.02
+"""Nats per token below which a hint has no effect worth the name; in `examples/ablation` right hints have 3, void 0."""
+
 Metrics = Mapping[str, float]
 
 
@@ -52,6 +55,7 @@ def _tripwires(limits: LimitsSpec, channels: Sequence[str], warn: Callable[[str]
     for name in channels:
         dead = DeadChannel(name, after=limits.dead_after)
         yield Reported(dead, warn) if limits.allow_dead else dead
+        yield Reported(VoidHints(name, after=limits.dead_after), warn)
 
 
 class NonFiniteMetric:
@@ -144,6 +148,32 @@ class DeadChannel:
         return (
             f"channel {self._name!r} is dead: neither loss nor gradient in the last {silent} logged steps, "
             f"{with_rows} of them with rows"
+        )
+
+
+class VoidHints:
+    """Hints that change nothing: a gain within `VOID_GAIN` of 0 in `after` logged steps with rows, one after the other.
+
+    Of wrong tokens a good hint lowers the log-prob, so only the distance from 0 says something.
+    """
+
+    def __init__(self, name: str, *, after: int) -> None:
+        self._name = name
+        self._after = after
+        self._void = 0
+
+    def check(self, step: int, metrics: Metrics) -> str | None:
+        """See `Tripwire`."""
+        gain = metrics.get(f"{self._name}/hint_gain")
+        if gain is None or not metrics.get(f"active/{self._name}"):
+            return None
+        self._void = self._void + 1 if abs(gain) < VOID_GAIN else 0
+        if self._void < self._after:
+            return None
+        self._void = 0
+        return (
+            f"channel {self._name!r}: hints say nothing, and such hints hurt: in the last {self._after} logged steps "
+            f"with any they changed the log-prob of a sampled token by less than {VOID_GAIN:g} on average"
         )
 
 

@@ -106,7 +106,27 @@ def test_only_what_the_limits_ask_for_is_watched():
     assert names == ["NonFiniteMetric"]
     limits = LimitsSpec(kl=1.0, reward_drop=0.5)
     names = [type(one).__name__ for one in tripwires(limits, channels=["a", "b"], warn=print)]
-    assert names == ["NonFiniteMetric", "HighKl", "RewardDrop", "DeadChannel", "DeadChannel"]
+    per_channel = ["DeadChannel", "Reported"]  # the second: hints that say nothing
+    assert names == ["NonFiniteMetric", "HighKl", "RewardDrop", *per_channel, *per_channel]
+
+
+def test_hints_that_change_nothing_are_told_and_stop_nothing():
+    said = []
+    watching = tripwires(LimitsSpec(dead_after=3), channels=["sdpo"], warn=said.append)
+
+    def step(number, *, gain, active=1.0):
+        line = {"loss/sdpo": 0.1, "grad_norm/sdpo": 0.1, "active/sdpo": active, "sdpo/hint_gain": gain}
+        assert [tripwire.check(number, line) for tripwire in watching] == [None] * len(watching)
+
+    for number, gain in enumerate([0.01, -0.01, -3.4, 0.0, 0.019], 1):  # wrong tokens: a good hint lowers them
+        step(number, gain=gain)
+    step(6, gain=0.0, active=0.0)  # no hint, so nothing is known
+    assert said == []
+    step(7, gain=-0.019)
+    assert said == [
+        "channel 'sdpo': hints say nothing, and such hints hurt: in the last 3 logged steps with any they changed the "
+        "log-prob of a sampled token by less than 0.02 on average at step 7"
+    ]
 
 
 def test_watching_a_step_costs_less_than_a_tenth_of_a_millisecond():
