@@ -110,6 +110,10 @@ class InlineExecutor:
         if code == -signal.SIGTERM and (interrupts[signal.SIGTERM] or handle.id in self._cancelled):
             # it came before the worker could catch it
             return _ended(directory, "stopped before the worker was up", Stopped.exit_code, event="stopped")
+        if code < 0 and directory.state().state == "done":
+            # all its work was done; what follows is the report
+            print(f"the worker {death(code)} after the run was done; the report may be missing", file=sys.stderr)
+            return 0
         if code < 0:
             return _ended(directory, f"the worker {death(code)}", RunFailed.exit_code)
         return code

@@ -89,7 +89,7 @@ def test_two_runs_at_once_in_one_folder_do_not_touch_each_other(folder):
 @pytest.mark.timeout(1800)
 def test_twenty_kills_at_random_moments_change_nothing(folder):
     """Whatever the moment: reading the checkpoint, a step, half a checkpoint, the model, the report."""
-    options = ["train.steps=60", "checkpoint.every=1", "checkpoint.keep=2"]
+    options = ["train.steps=200", "checkpoint.every=1", "checkpoint.keep=2"]
     composer_run(folder, "spec.yaml", *options, "--quiet", "--runs", "whole")
     whole = find_run("latest", folder / "whole")
     moments = random.Random(0)

@@ -69,6 +69,18 @@ def test_a_killed_worker_is_a_failure_that_names_the_last_checkpoint(directory, 
     assert directory.state() == RunState("failed", message)
 
 
+def test_a_worker_that_is_killed_after_the_run_was_done_has_not_failed(directory, capsys):
+    directory.event("finished", reason="", exit_code=0)
+    inline = executor()
+    code = "import os; os.kill(os.getpid(), 9)"
+    assert inline.collect(inline.launch(job(directory, code))) == 0
+    assert capsys.readouterr().err == (
+        "the worker was killed by SIGKILL (by the system when memory runs out) after the run was done; the report may "
+        "be missing\n"
+    )
+    assert directory.state() == RunState("done", "")
+
+
 def test_a_job_is_running_until_it_is_cancelled(directory):
     inline = executor()
     (handle,) = inline.launch(job(directory, "import time; time.sleep(60)"))
