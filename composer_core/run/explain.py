@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from composer_core.run.metrics import FLAT_GROUPS, POLICY_LOSS
+from composer_core.run.metrics import FLAT_GROUPS, POLICY_LOSS, REWARD
 
 Metrics = Mapping[str, float]
 Explanation = Callable[[Metrics], str | None]
@@ -46,8 +46,10 @@ def _flat(metrics: Metrics) -> str | None:
 
 def _on_policy(metrics: Metrics) -> str | None:
     loss = metrics.get(POLICY_LOSS)
-    if loss is None or abs(loss) > ZERO or metrics.get(FLAT_GROUPS, 0) == 1 or not metrics.get("grad_norm"):
+    if loss is None or abs(loss) > ZERO or not metrics.get("grad_norm"):
         return None
+    if REWARD not in metrics or metrics.get(FLAT_GROUPS) == 1:
+        return None  # nothing was rewarded, or all alike: the gradient is a channel's
     return (
         f"{POLICY_LOSS} is 0 because the advantages of a group add up to 0 while the policy is the one that sampled; "
         "its gradient is not: look at grad_norm"

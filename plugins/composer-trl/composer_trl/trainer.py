@@ -92,6 +92,7 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
         _refuse_head_adapter(kwargs.get("peft_config"))
         self._on_generation = on_generation
         self._composition: Composition | None = None
+        self._forward: Forward | None = None
         self._own_head = own_head
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if loss is not None and (loss.active or not native):
@@ -116,7 +117,6 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
             pad_id=self._tokenizer.pad_token_id,
             autocast=self.accelerator.autocast,
         )
-        self._forward: Forward | None = None
         self._step_metrics: dict[str, float] = {}
         self.add_callback(AfterOptimizer(self._after_optimizer))
 
@@ -274,6 +274,7 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
             NonFinite: the loss of this step, on every process; nothing of the step was applied.
         """
         loss = super().training_step(*args, **kwargs)
+        self._forward = None  # its hidden states would outlive the step, through the next generation
         composition, last = self._composition, self._step % self.args.gradient_accumulation_steps == 0
         if composition is not None:
             composition.add_up()

@@ -17,7 +17,7 @@ def test_groups_of_equal_rewards_are_explained_once():
 
 
 def test_a_policy_loss_of_0_with_a_gradient_is_explained():
-    assert _said({"loss/policy": 1e-9, "grad_norm": 0.3, "reward/flat_groups": 0.0}) == [
+    assert _said({"loss/policy": 1e-9, "grad_norm": 0.3, "reward/flat_groups": 0.0, "reward/mean": 0.5}) == [
         "step 1: loss/policy is 0 because the advantages of a group add up to 0 while the policy is the one that "
         "sampled; its gradient is not: look at grad_norm (said once)"
     ]
@@ -41,6 +41,7 @@ def test_an_idle_channel_and_one_with_rows_but_no_gradient_are_told_apart():
         {"loss/policy": 0.0, "grad_norm": 0.0, "reward/flat_groups": 0.5},
         {"active/sdpo": 0.5, "loss/sdpo": 0.0, "grad_norm/sdpo": 0.1},
         {"active/sdpo": 0.5, "loss/sdpo": 0.1, "grad_norm/sdpo": 0.0},
+        {"loss/policy": 0.0, "grad_norm": 0.3, "reward/flat_groups": 0.0},  # nothing was rewarded: a channel's gradient
         {},
     ],
 )
