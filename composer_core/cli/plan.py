@@ -91,10 +91,18 @@ def _show_spec(table: _Tables, spec: RunSpec, made: Plan) -> None:
         needs = ", ".join(channel.needs) or "nothing beyond rollouts"
         table.show("", {f"channel {channel.name}": f"weight {channel.weight}; uses {needs}: {channel.reason}"})
     table.show(f"derived by backend {spec.backend.use}", made.numbers)
-    table.show("upstream configuration", made.upstream)
+    _show_config(table, "upstream configuration", made.upstream)
     table.show("checkpoints", spec.checkpoint.model_dump(exclude_defaults=True))
     table.show("limits", spec.limits.model_dump(exclude_defaults=True))
     table.lines("notes", made.notes)
+
+
+def _show_config(table: _Tables, title: str, values: Mapping[str, Any], above: str = "") -> None:
+    """A configuration of any depth: a table for each section, under its dotted name."""
+    sections = {name: value for name, value in values.items() if isinstance(value, Mapping) and value}
+    table.show(title, {name: value for name, value in values.items() if name not in sections})
+    for name, section in sections.items():
+        _show_config(table, f"{above}{name}", section, f"{above}{name}.")
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import math
 import numbers
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +101,10 @@ def _excerpt(completions: Sequence[Any]) -> str:
         text = str(completions[0])
     shown = text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}..."
     return f"\n  completion: {shown!r}"
+
+
+def weigh(rewards: Sequence[NamedReward], scores: Mapping[str, Sequence[float | None]], *, index: int) -> float:
+    """Weighted sum of the scores that apply to one completion; NaN where none does, which is not 0."""
+    parts = [(reward.weight, scores[reward.name][index]) for reward in rewards]
+    applied = [weight * value for weight, value in parts if value is not None]
+    return sum(applied) if applied else math.nan

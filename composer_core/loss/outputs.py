@@ -43,7 +43,7 @@ class Outputs:
 
     def logits(self, at: Tensor, *, temperature: float) -> Tensor:
         """Logits over the temperature that predict the tokens at flat indices `at`, (len(at), V), likewise wide."""
-        return _scaled(_logits(self.rows(at), self.head), temperature)
+        return scaled(_logits(self.rows(at), self.head), temperature)
 
     def logps(self, at: Tensor, *, temperature: float) -> Tensor:
         """Log-probs of the tokens at flat indices `at`, (len(at),), in at least float32."""
@@ -58,9 +58,14 @@ class Outputs:
                 logit_scale=self.head.logit_scale,
                 softcap=self.head.softcap,
             )[0]
-        rows = _scaled(rows, temperature)
-        # not log_softmax: its (N, V) result would be kept for one entry of each row
-        return rows.gather(-1, ids[:, None]).squeeze(-1) - rows.logsumexp(-1)
+        return picked_logps(rows, ids, temperature=temperature)
+
+
+def picked_logps(logits: Tensor, ids: Tensor, *, temperature: float) -> Tensor:
+    """Log-probs of `ids`, (n,), under (n, V) logits, in at least float32."""
+    logits = scaled(logits, temperature)
+    # not log_softmax: its (n, V) result would be kept for one entry of each row
+    return logits.gather(-1, ids[:, None]).squeeze(-1) - logits.logsumexp(-1)
 
 
 def divergence_between(
@@ -109,7 +114,8 @@ def _logits(rows: Tensor, head: Head | None) -> Tensor:
     return logits if head.softcap is None else torch.tanh(logits / head.softcap) * head.softcap
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Logits over the temperature, in at least float32."""
     # upcast before the division: in bf16 that alone rounds a loss by up to a percent
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     return wide if temperature == 1 else wide / temperature

@@ -9,7 +9,7 @@ kind, write its function and name it in `_full`. Letters: n tokens of the chunk,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,27 @@ class Tile:
     """The student's buffer now holds, (n, V), the gradient by logits / temperature without this factor."""
     gap: Tensor | None = None
     """(n,) log q - log p of the sampled tokens, where asked for."""
+    slopes: Slopes | None = None
+    """The gradient in short, where it was asked for and the support is not full."""
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """A gradient by logits / temperature over a chosen support: slope at ids, minus pull x q everywhere."""
+
+    ids: Tensor
+    """(n, k); an id may stand there twice."""
+    slope: Tensor
+    """(n, k)"""
+    pull: Tensor
+    """(n,)"""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Slopes]) -> Slopes | None:
+        """Those of all rows; None of none."""
+        if not parts:
+            return None
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "slope", "pull")))
 
 
 def tile_divergence(student: Tensor, teacher: Tensor, asked: Asked, buffers: Buffers) -> Tile:
@@ -42,14 +63,18 @@ def tile_divergence(student: Tensor, teacher: Tensor, asked: Asked, buffers: Buf
     """
     values = torch.empty_like(student[:, 0])
     gap = torch.empty_like(values) if asked.gap else None
+    slopes = []
     step = rows_at_once(student)
     for start in range(0, len(student), step):
         rows = slice(start, start + step)
         part = prepare(student[rows], teacher[rows], asked.rows(rows), buffers)
-        values[rows] = _divergence(part)
+        values[rows], short = _divergence(part)
         if gap is not None and part.gap is not None:
             gap[rows] = part.gap
-    return Tile(values, scale=asked.spec.beta - 1 if _is_full_jsd(asked.spec, student.shape[1]) else 1.0, gap=gap)
+        if short is not None:
+            slopes.append(short)
+    scale = asked.spec.beta - 1 if _is_full_jsd(asked.spec, student.shape[1]) else 1.0
+    return Tile(values, scale=scale, gap=gap, slopes=Slopes.joined(slopes))
 
 
 def clipped(tile: Tile, weight: Tensor, spec: Divergence) -> tuple[Tensor, Tensor]:
@@ -60,8 +85,8 @@ def clipped(tile: Tile, weight: Tensor, spec: Divergence) -> tuple[Tensor, Tenso
     return tile.value.clamp(max=spec.clip), torch.where(tile.value > spec.clip, 0, row)
 
 
-def _divergence(part: Part) -> Tensor:
-    """(n,); with a gradient it is left in `part.log_q`."""
+def _divergence(part: Part) -> tuple[Tensor, Slopes | None]:
+    """(n,); with a gradient it is left in `part.log_q`, and told in short where the support is not full."""
     few = list(_few_entries(part))
     pull = part.h_teacher.new_zeros(len(part.log_q))
     for some in few:
@@ -79,7 +104,10 @@ def _divergence(part: Part) -> Tensor:
             part.log_q.scatter_add_(1, some.ids, some.slope)
     if part.grad and part.excluded is not None:
         part.log_q.masked_fill_(part.excluded, 0)
-    return value
+    known = [some.slope for some in few if some.slope is not None]
+    if part.chosen is None or not known:
+        return value, None
+    return value, Slopes(torch.cat([some.ids for some in few], -1), torch.cat(known, -1), pull)
 
 
 # -- full sums ---------------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ Letters: N tokens packed, S sequences, K hint tokens, V vocabulary, T longest se
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from composer_core.errors import RunFailed
 from composer_core.loss.distributions import sampled_kl
 from composer_core.loss.heads import take_apart
 from composer_core.loss.outputs import Outputs, divergence_between
+from composer_core.loss.reading import Models, check_same_tokens, given, packed_together
 from composer_core.loss.reduce import check_shapes, select
 from composer_core.loss.teachers import Teacher
 from composer_core.protocols import Model, Need
@@ -50,11 +51,7 @@ class ModelView:
         """`known` is the policy's forward on `rollouts` where the trainer has run it; `around_forward` is entered for
         each forward of a model, for a trainer's autocast.
         """
-        self._models: dict[Model, nn.Module | Teacher | None] = {
-            "policy": policy,
-            "teacher": teacher,
-            "reference": reference,
-        }
+        self._models = Models(policy, teacher=teacher, reference=reference)
         self._rollouts = rollouts
         self._pad_id = pad_id
         self._around_forward = around_forward
@@ -86,7 +83,7 @@ class ModelView:
                 return logps
         if seqs.scored is not None:
             check_shapes("one entry per token", ids=seqs.ids, scored=seqs.scored)
-        with self._grad_mode(model, grad=grad):
+        with self._models.reading(model, grad=grad):
             outputs = self._outputs(seqs, model=model, grad=grad)
             at = (~seqs.first if seqs.scored is None else seqs.scored & ~seqs.first).nonzero().flatten()
             picked = outputs.logps(at, temperature=temperature)
@@ -106,10 +103,10 @@ class ModelView:
         """
         if (known := self._known_gap(hints, spec, teacher)) is not None:
             return known
-        rollouts = _given(self._rollouts)
-        _check_same_tokens(hints, rollouts)
+        rollouts = given(self._rollouts)
+        check_same_tokens(hints, rollouts)
         student = self._outputs(rollouts, model="policy", grad=True)
-        with self._grad_mode(teacher, grad=False):
+        with self._models.reading(teacher, grad=False):
             taught = self._outputs(hints.seqs, model=teacher, grad=False)
         rows = student.rows(hints.student)
         self.anchors.append(rows)
@@ -128,7 +125,7 @@ class ModelView:
 
     def logits(self, seqs: Seqs, at: Tensor, *, model: Model = "policy", grad: bool, temperature: float) -> Tensor:
         """See `protocols.PolicyView`: (len(at), V), divided by the temperature, in at least float32."""
-        with self._grad_mode(model, grad=grad):
+        with self._models.reading(model, grad=grad):
             return self._outputs(seqs, model=model, grad=grad).logits(at, temperature=temperature)
 
     def _outputs(self, seqs: Seqs, *, model: Model, grad: bool) -> Outputs:
@@ -136,7 +133,7 @@ class ModelView:
         for known, known_model, known_grad, outputs in self._forwards:
             if known is seqs and (known_model, known_grad) == (model, grad):
                 return outputs
-        network = self._network(model)
+        network = self._models.network(model)
         if not grad and take_apart(network) is None:  # its logits would be kept for nothing
             return self._forward(network, [seqs], grad=False)[0]
         together = next((joined for joined in self._joined if any(part is seqs for part in joined)), (seqs,))
@@ -144,26 +141,9 @@ class ModelView:
         self._forwards += [(outputs.seqs, model, grad, outputs) for outputs in read]
         return next(outputs for outputs in read if outputs.seqs is seqs)
 
-    def _network(self, model: Model) -> nn.Module:
-        found = self._models[model]
-        if found is None:
-            raise RunFailed(f"a loss asks for the {model} model, and this trainer was given none")
-        return found.network if isinstance(found, Teacher) else found
-
-    @contextmanager
-    def _grad_mode(self, model: Model, *, grad: bool) -> Iterator[None]:
-        """Without gradient: no dropout either, and a teacher's own conditions."""
-        found = self._models[model]
-        with found.reading() if isinstance(found, Teacher) else nullcontext():
-            if grad:
-                yield
-            else:
-                with torch.no_grad(), _evaluating(self._network(model)):
-                    yield
-
     def _forward(self, network: nn.Module, together: Sequence[Seqs], *, grad: bool) -> list[Outputs]:
         """One forward of them all, and what it gave for each."""
-        ids, mask = _packed_together(together).padded(self._pad_id)
+        ids, mask = packed_together(together).padded(self._pad_id)
         if not ids.numel():  # nothing here, yet the other ranks run a forward: one padding token joins them
             ids, mask = ids.new_full((1, 1), self._pad_id), mask.new_ones((1, 1))
         # an empty sequence among others would leave its row nothing to attend to, which is NaN in some kernels
@@ -191,20 +171,6 @@ class KnownForward:
     """That of `logps`."""
 
 
-def _given(rollouts: Seqs | None) -> Seqs:
-    if rollouts is None:
-        raise RunFailed("a divergence needs rollouts, and this view has none: hints point at their tokens")
-    return rollouts
-
-
-def _packed_together(parts: Sequence[Seqs]) -> Seqs:
-    if len(parts) == 1:
-        return parts[0]
-    lengths = torch.cat([seqs.lengths for seqs in parts])
-    cu = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    return Seqs(ids=torch.cat([seqs.ids for seqs in parts]), cu=cu)
-
-
 def _tell_dense(network: nn.Module) -> None:
     # Python shows a warning once per text and place, which is as often as it should be said
     warnings.warn(
@@ -212,33 +178,6 @@ def _tell_dense(network: nn.Module) -> None:
         "logits of all tokens, which is exact and needs more memory",
         stacklevel=2,
     )
-
-
-def _check_same_tokens(hints: Hints, rollouts: Seqs) -> None:
-    real = hints.weight != 0
-    differs = (rollouts.ids[hints.student] != hints.seqs.ids[hints.teacher]) & real
-    unpredicted = (rollouts.first[hints.student] | hints.seqs.first[hints.teacher]) & real
-    for wrong, what in ((differs, "student and teacher have different tokens"), (unpredicted, "nothing predicts it")):
-        if wrong.any():
-            k = int(wrong.nonzero()[0])
-            raise RunFailed(
-                f"hint token {k} pairs rollout token {int(hints.student[k])} with teacher token "
-                f"{int(hints.teacher[k])}: {what}",
-                fix="the channel's collate must point both at one and the same token, not the first of its sequence",
-            )
-
-
-@contextmanager
-def _evaluating(network: nn.Module) -> Iterator[None]:
-    """No dropout inside; every submodule gets its own mode back, also one that was frozen in eval before."""
-    training = [module for module in network.modules() if module.training]
-    for module in training:  # not network.eval(), which would walk over all of them once more
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @dataclass(frozen=True)
@@ -291,8 +230,8 @@ class LeafView:
         """
         if spec.support is not Support.SAMPLED or spec.taid is not None or spec.gate is not None:
             raise self._refusal("divergence", Need.DIVERGENCE_FULL)
-        rollouts = _given(self._rollouts)
-        _check_same_tokens(hints, rollouts)
+        rollouts = given(self._rollouts)
+        check_same_tokens(hints, rollouts)
         own = self.logps(rollouts, grad=True, temperature=spec.temperature)[hints.student]
         taught = self.logps(hints.seqs, model=teacher, grad=False, temperature=spec.temperature)[hints.teacher]
         self.anchors.append(own)

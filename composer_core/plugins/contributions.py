@@ -113,6 +113,10 @@ def _one_process(settings: Any) -> int:
     return 1
 
 
+def _always(objective: str, settings: Any) -> bool:
+    return True
+
+
 def _no_price(settings: Any) -> float | None:
     return None
 
@@ -170,6 +174,9 @@ class BackendPlugin(Contribution[Backend]):
     provides: Callable[[RunSpec], frozenset[Need]] = _provides_nothing
     native_objectives: frozenset[str] = frozenset()
     """Objectives that the trainer computes itself, by name."""
+    native: Callable[[str, Any], bool] = _always
+    """From one of these names and its settings to whether the trainer's own code has all that they ask for; where it
+    has not, the core computes the objective, if the trainer serves its aggregation."""
     aggregations: frozenset[Aggregation] = frozenset()
     """Aggregations it can serve when it runs the core's own objective code; empty: native objectives only."""
     honours: frozenset[str] = frozenset()

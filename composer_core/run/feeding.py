@@ -1,7 +1,7 @@
-"""What a run prepares before the first step: plugins and preference pairs for its channels, rows of recorded traces.
+"""What a run prepares before the first step: preference pairs for its channels, rows of recorded traces.
 
 Rows of rollouts are not here: those come while it trains (`loss/composite.py`). A channel that wants something says so
-by having the method (`loss/channel.py`: `TakesRegistry`, `TakesPairs`, `HintsTraces`).
+by having the method (`loss/channel.py`: `TakesPairs`, `HintsTraces`); other plugins it has had from `rebuild.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer_core.errors import UsageError
-from composer_core.loss.channel import LeavesOut, TakesPairs, TakesRegistry
+from composer_core.loss.channel import LeavesOut, TakesPairs
 from composer_core.loss.composite import CompositeLoss
 from composer_core.plugins.registry import Registry
 from composer_core.run.context import RunContext
@@ -29,9 +29,6 @@ def feed(loss: CompositeLoss, run: RunContext, registry: Registry) -> None:
     Raises:
         UsageError: a channel learns from pairs, and the spec has none or they are not usable; or no trace is.
     """
-    for active in loss.active:
-        if isinstance(active.channel, TakesRegistry):
-            active.channel.take_registry(registry)
     if run.spec.rollouts == NONE and run.spec.data.traces is not None:
         if run.is_main and not run.recorded_file.is_file():
             _record(loss, run, run.spec.data.traces, registry)

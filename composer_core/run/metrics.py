@@ -76,6 +76,25 @@ def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
+def reward_metrics(totals: Sequence[float], groups: Sequence[int]) -> dict[str, float]:
+    """Metrics under `reward/` of a generation: each completion's weighted sum, NaN where no reward applied to it, and
+    which group it belongs to.
+    """
+    own: dict[int, list[float]] = {group: [] for group in groups}
+    for total, group in zip(totals, groups, strict=True):
+        own[group] += [] if math.isnan(total) else [total]
+    present = [total for members in own.values() for total in members]
+    return {
+        REWARD: statistics.fmean(present) if present else math.nan,
+        REWARD_STD: _std(present),
+        FLAT_GROUPS: sum(_std(members) == 0 for members in own.values()) / len(own),
+    }
+
+
+def _std(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
 def eval_metrics(scores: Mapping[str, Sequence[float | None]], totals: Sequence[float]) -> dict[str, float]:
     """Metrics under `eval/` from each reward's scores and their weighted sums, one per completion.
 
@@ -84,7 +103,7 @@ def eval_metrics(scores: Mapping[str, Sequence[float | None]], totals: Sequence[
     present = [total for total in totals if not math.isnan(total)]
     metrics = {
         "eval/reward/mean": statistics.fmean(present) if present else math.nan,
-        "eval/reward/std": statistics.stdev(present) if len(present) > 1 else 0.0,
+        "eval/reward/std": _std(present),
     }
     for name, values in scores.items():
         applied = [value for value in values if value is not None and not math.isnan(value)]

@@ -33,10 +33,10 @@ from composer_core.run.resume import checkpoint_of, set_lines_aside, spent_secon
 if TYPE_CHECKING:
     from composer_core.loss.composite import CompositeLoss
     from composer_core.plugins.registry import Registry
-    from composer_core.protocols import Backend, Objective, TrainResult
+    from composer_core.protocols import Backend, TrainResult
     from composer_core.run.context import Checkpoint
     from composer_core.run.session import RunSession
-    from composer_core.spec.model import Plugged, RunSpec
+    from composer_core.spec.model import RunSpec
     from composer_core.spec.plan import Plan
 
 INTERNAL_ERROR = 4
@@ -146,23 +146,22 @@ def _train(directory: RunDirectory, signals: StopSignals, call: _Call, ranks: Ra
     ranks.start(document, call.argv)
     # torch comes with it, and reads the environment that was set here
     from composer_core.run.feeding import feed, report_left_out
+    from composer_core.run.rebuild import build, composite, restored
     from composer_core.run.scoring import scoring_teachers
 
-    spec, plan, registry = _restore(document)
+    spec, plan, registry = restored(document)
     ranks.join()
     _seed(spec.seed)
-    backend: Backend = _build(registry, spec.backend)
+    backend: Backend = build(registry, spec.backend)
     problems = backend.check()
     if problems:
         raise MissingError(f"backend {spec.backend.use!r} cannot run here: " + "; ".join(problems))
     if rank() == 0:
         _record_provenance(directory, spec, plan)
-    objective: Objective | None = None if spec.loss.objective is None else _build(registry, spec.loss.objective)
-    loss = _composite(spec, plan, registry, objective)
+    loss = composite(spec, plan, registry)
     control = _control(directory, spec, loss, signals, spent_s=spent + time.monotonic() - started)
-    channels = [active.name for active in loss.active]
     session = _session(
-        directory, spec, plan, registry, objective, control, channels=channels, checkpoint=checkpoint, quiet=call.quiet
+        directory, spec, plan, registry, loss=loss, control=control, checkpoint=checkpoint, quiet=call.quiet
     )
     with closing(session):
         if (reason := agree(control.reason())) is not None:
@@ -198,33 +197,6 @@ def _document(directory: RunDirectory) -> Any:
         raise UsageError(f"not JSON: {error}", at=str(directory.plan)) from error
 
 
-def _restore(document: Any) -> tuple[RunSpec, Plan, Registry]:
-    from composer_core.plugins.registry import Registry
-    from composer_core.spec.plan import restore
-
-    registry = Registry.discover()
-    spec, plan = restore(document, registry)
-    return spec, plan, registry
-
-
-def _build(registry: Registry, plugged: Plugged) -> Any:
-    """The object that runs, from a `use:` block."""
-    _, contribution = registry.get(plugged.kind, plugged.use)
-    return contribution.load()(plugged.settings)
-
-
-def _composite(spec: RunSpec, plan: Plan, registry: Registry, objective: Objective | None) -> CompositeLoss:
-    from composer_core.loss.composite import ActiveChannel, CompositeLoss
-    from composer_core.protocols import Need
-
-    needs = {channel.name: frozenset(Need(need) for need in channel.needs) for channel in plan.channels}
-    channels = [
-        ActiveChannel(block.name, block.weight, _build(registry, block), needs.get(block.name, frozenset()))
-        for block in spec.loss.channels
-    ]
-    return CompositeLoss(channels, objective)
-
-
 def _control(
     directory: RunDirectory, spec: RunSpec, loss: CompositeLoss, signals: StopSignals, *, spent_s: float
 ) -> Control:
@@ -247,10 +219,9 @@ def _session(
     spec: RunSpec,
     plan: Plan,
     registry: Registry,
-    objective: Objective | None,
-    control: Control,
     *,
-    channels: Sequence[str],
+    loss: CompositeLoss,
+    control: Control,
     checkpoint: Checkpoint | None,
     quiet: bool,
 ) -> RunSession:
@@ -264,9 +235,9 @@ def _session(
         spec,
         upstream=plan.upstream,
         rewards=build_rewards(spec, registry),
-        objective=objective,
+        objective=loss.objective,
         control=control,
-        channels=channels,
+        channels=[active.name for active in loss.active],
         sinks=open_sinks(spec.sinks, directory, resumed=checkpoint is not None) if rank() == 0 else (),
         display=display(spec.train.steps, sys.stderr, quiet=quiet or rank() != 0),
         resume_from=checkpoint,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from composer_core.errors import ComposerError, MissingError, Problem, SpecError
 from composer_core.plugins.contributions import BackendPlugin, Derived, LossChannelPlugin, ObjectivePlugin
 from composer_core.plugins.registry import CORE, Owner, Registry
+from composer_core.plugins.settings import Settings
 from composer_core.protocols import Need
 from composer_core.spec.errors import place_of, problem_at
 from composer_core.spec.model import Plugged, RunSpec
@@ -97,8 +98,12 @@ class Capability:
             return "core"  # no trainer's own loss is on recorded data, and lm-ce averages as every trainer can
         owner, contribution = self.registry.get(block.kind, block.use)
         assert isinstance(contribution, ObjectivePlugin)
-        if _is_native(self.backend, self.backend_owner, contribution, owner):
-            return "native"
+        try:
+            if _is_native(self.backend, self.backend_owner, contribution, owner, block.settings):
+                return "native"
+        except Exception as error:  # a plugin's mistake, whatever its type
+            self._blame("backend", self.backend_owner, f"backend {self.backend.name!r}: native", error)
+            return ""
         if contribution.aggregation in self.backend.aggregations:
             return "core"
         able = [
@@ -107,7 +112,7 @@ class Capability:
             if isinstance(backend, BackendPlugin)
             and (
                 contribution.aggregation in backend.aggregations
-                or _is_native(backend, backend_owner, contribution, owner)
+                or _names_native(backend, backend_owner, contribution, owner)
             )
         ]
         own = ", ".join(sorted(self.backend.native_objectives)) or "none"
@@ -166,7 +171,13 @@ class Capability:
         return replace(problem, source=place.source, line=place.line, column=place.column)
 
 
-def _is_native(backend: BackendPlugin, backend_owner: Owner, objective: ObjectivePlugin, owner: Owner) -> bool:
+def _is_native(
+    backend: BackendPlugin, backend_owner: Owner, objective: ObjectivePlugin, owner: Owner, settings: Settings
+) -> bool:
+    return _names_native(backend, backend_owner, objective, owner) and backend.native(objective.name, settings)
+
+
+def _names_native(backend: BackendPlugin, backend_owner: Owner, objective: ObjectivePlugin, owner: Owner) -> bool:
     # A third party's objective of the same name is another formula: the trainer's own code must not stand in for it.
     return objective.name in backend.native_objectives and owner.name in (CORE, backend_owner.name)
 

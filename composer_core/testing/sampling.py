@@ -5,13 +5,13 @@ No key-value cache: every token reads the whole text again, which is a few milli
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from composer_core.data.scoring import weigh
 from composer_core.run.context import NamedReward
 from composer_core.run.metrics import eval_metrics
 
@@ -100,13 +100,6 @@ def evaluate(
         for name, values in score(rewards, part, complete([row["prompt"] for row in part])).items():
             scores[name] += values
     return eval_metrics(scores, [weigh(rewards, scores, index=i) for i in range(len(rows))])
-
-
-def weigh(rewards: Sequence[NamedReward], scores: Mapping[str, Sequence[float | None]], *, index: int) -> float:
-    """Weighted sum of the scores that apply to one completion; NaN where none does, which is not 0."""
-    parts = [(reward.weight, scores[reward.name][index]) for reward in rewards]
-    applied = [weight * value for weight, value in parts if value is not None]
-    return sum(applied) if applied else math.nan
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:

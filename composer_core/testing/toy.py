@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer_core.batch import Batch, Rollouts, Seqs
+from composer_core.data.scoring import weigh
 from composer_core.errors import NonFinite
 from composer_core.hf.models import load_policy, load_tokenizer
 from composer_core.loss.composite import CompositeLoss
@@ -31,11 +32,13 @@ from composer_core.protocols import RolloutText, TrainResult
 from composer_core.run.collectives import gather, world_size
 from composer_core.run.context import Checkpoint, RolloutSample, RunContext
 from composer_core.run.control import agree
+from composer_core.run.metrics import reward_metrics
+from composer_core.run.prompts import Prompts
 from composer_core.run.state import capture_rng, load_state, restore_rng, save_state
 from composer_core.testing.accumulate import Window, accumulate_gradients
-from composer_core.testing.sampling import Completion, evaluate, sample, score, weigh
+from composer_core.testing.sampling import Completion, evaluate, sample, score
 from composer_core.testing.toy_files import LOSS, PLACE, load_optimizer, save_model, save_optimizer
-from composer_core.testing.toy_state import Generation, Prompts, generation_of, state_of
+from composer_core.testing.toy_state import Generation, generation_of, state_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,7 +148,7 @@ class _Training:
             RolloutSample(row["prompt"], c.text, {name: s[i] for name, s in drawn.scores.items()}, float(advantages[i]))
             for i, (row, c) in enumerate(zip(drawn.rows, drawn.completions, strict=True))
         ]
-        return Generation(window, samples, _summary(everyone, gather(drawn.group)))
+        return Generation(window, samples, reward_metrics(everyone.tolist(), gather(drawn.group).tolist()))
 
     def draw(self, step: int) -> _Drawn:
         """A share of the step's prompts, `group_size` completions each."""
@@ -296,18 +299,3 @@ def _texts(drawn: _Drawn, tokenizer: PreTrainedTokenizerBase) -> Iterator[Rollou
 
 def _splits(sequences: int, size: int) -> list[range]:
     return [range(start, min(start + size, sequences)) for start in range(0, sequences, size)]
-
-
-def _summary(rewards: Tensor, group: Tensor) -> dict[str, float]:
-    """Of all rewards of a generation, (S,), NaN where a rollout was not rewarded."""
-    flat = [_std(rewards[group == one]) == 0 for one in group.unique()]  # type: ignore[no-untyped-call]
-    return {
-        "reward/mean": float(rewards.nanmean()),
-        "reward/std": _std(rewards),
-        "reward/flat_groups": sum(flat) / len(flat),
-    }
-
-
-def _std(rewards: Tensor) -> float:
-    present = rewards[~rewards.isnan()]
-    return float(present.std()) if len(present) > 1 else 0.0

@@ -1,54 +1,36 @@
-"""The core's loss inside TRL's trainer: its rows, its counts and its share of each micro-batch's loss.
+"""The core's `Composition` as TRL's trainers need it: rows that ride in their batches, and views of their models.
 
-TRL generates, scores, shuffles, splits and steps; a `Composition` follows it. One window is one optimiser step: its
-micro-batches are counted over all ranks before the first of them is computed, and their sums are added up over all
-ranks after the last. Every rank runs the same forwards and collectives, whatever its rows hold.
+TRL generates, scores, shuffles, splits and steps; a `TRLComposition` follows it. The rows of a step are known before
+its first micro-batch, so they are counted and split here; each micro-batch is then named by its index. What a share of
+the loss is, and what is summed over ranks, stands in `composer_core.run.composition`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from composer_core.batch import Batch, Rollouts, Seqs
-from composer_core.loss.composite import POLICY, Breakdown, CompositeLoss
-from composer_core.loss.reduce import global_count
-from composer_core.loss.teachers import SelfTeacher, Teacher, make_teacher
+from composer_core.loss.composite import CompositeLoss
 from composer_core.loss.views import ModelView
-from composer_core.protocols import Need, RolloutText, Row
-from composer_core.run.collectives import process_index, sum_over_ranks, world_size
+from composer_core.protocols import RolloutText, Row
+from composer_core.run.collectives import process_index, world_size
+from composer_core.run.composition import Composition
 from composer_trl.micro_batch import Forward, rollouts_of, sampled, view_of
 
 ROWS = "composer_rows"
 """Key in TRL's batch: per rollout, each channel's row."""
 
 
-@dataclass
-class Window:
-    """One optimiser step of this rank."""
-
-    counts: Mapping[str, float]
-    """Over all ranks."""
-    rows: Sequence[Mapping[str, Sequence[Row | None]]]
-    """Per micro-batch."""
-    base: Batch
-    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-
-class Composition:
+class TRLComposition(Composition):
     """See the module.
 
     Args:
-        loss: objective and channels.
-        policy: the model that is trained, unwrapped, as it is before the first step.
-        native: the trainer computes the objective itself.
+        loss, policy, native: as `Composition` takes them.
         pad_id: of the tokenizer.
         autocast: entered around each forward of a model.
     """
@@ -62,17 +44,9 @@ class Composition:
         pad_id: int,
         autocast: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.loss, self.native = loss, native
+        super().__init__(loss, policy, native=native)
         self._policy, self._pad_id, self._autocast = policy, pad_id, autocast
-        wanted, frozen = loss.teacher, SelfTeacher("frozen")
-        asked = any(Need.REFERENCE in active.needs for active in loss.active)
-        self.reference: Teacher | None = make_teacher(policy, frozen) if asked or wanted == frozen else None
-        if wanted is None or wanted == frozen:
-            self.teacher = self.reference if wanted else None
-        else:
-            self.teacher = make_teacher(policy, wanted)
-        self._window: Window | None = None
-        self._parts: Breakdown | None = None
+        self._rows: Sequence[Mapping[str, Sequence[Row | None]]] = ()
 
     # -- where rollouts end ------------------------------------------------------------------------------------------
 
@@ -82,7 +56,7 @@ class Composition:
 
     # -- one optimiser step ------------------------------------------------------------------------------------------
 
-    def open(self, micro_batches: Sequence[Mapping[str, Any]], *, base: Batch, longest: int) -> None:
+    def open_batches(self, micro_batches: Sequence[Mapping[str, Any]], *, base: Batch, longest: int) -> None:
         """`open_rows` of TRL's micro-batches."""
         tokens = sum(int(sampled(inputs).sum()) for inputs in micro_batches)
         self.open_rows([inputs[ROWS] for inputs in micro_batches], tokens=tokens, base=base, longest=longest)
@@ -90,7 +64,7 @@ class Composition:
     def open_rows(
         self, micro_batches: Sequence[Sequence[Mapping[str, Row | None]]], *, tokens: int, base: Batch, longest: int
     ) -> None:
-        """Before the first forward of a step: count its rows over all ranks, draw those that have no rollout.
+        """`open` the step of these rows, and of those that channels draw and no rollout has.
 
         Args:
             micro_batches: for each of their rollouts every channel's row.
@@ -112,82 +86,38 @@ class Composition:
             "max_tokens": float(ends[-1] * longest),
             "micro_batches": float(len(sizes)),
         }
-        counts = sum_over_ranks({**own, **self.loss.count(rows)})
-        self._window = Window(counts, self.loss.split(rows, splits), base)
+        self.open({**own, **self.loss.count(rows)}, base=base)
+        self._rows = self.loss.split(rows, splits)
 
-    def micro_loss(self, inputs: Mapping[str, Any], forward: Forward, *, index: int, stock: Tensor | None) -> Tensor:
-        """`loss_of` for a micro-batch of TRL's, which `forward` was run on."""
+    def batch_loss(self, inputs: Mapping[str, Any], forward: Forward, *, index: int, stock: Tensor | None) -> Tensor:
+        """`loss_of` a micro-batch of TRL's, which `forward` was run on."""
         rollouts = rollouts_of(inputs)
-        view = self._view(inputs, forward, seqs=rollouts.seqs)
-        return self.loss_of(view, rollouts, index=index, stock=stock)
+        view = view_of(
+            self._policy,
+            inputs,
+            forward,
+            seqs=rollouts.seqs,
+            temperature=self.base.temperature,
+            teacher=self.teacher,
+            reference=self.reference,
+            pad_id=self._pad_id,
+            autocast=self._autocast,
+        )
+        return self.loss_of(view, rollouts, self._rows[index], stock=stock)
 
-    def loss_of(self, view: ModelView, rollouts: Rollouts | None, *, index: int, stock: Tensor | None = None) -> Tensor:
-        """What the trainer backpropagates for one micro-batch, scaled for its mean over ranks.
-
-        `stock` is the trainer's own policy loss, None where the core computes the objective.
-
-        Raises:
-            NonFinite: a channel's loss, or that of the core's objective.
-        """
-        window = self._open_window()
-        batch = replace(window.base, rollouts=rollouts, counts=window.counts)
-        policy = self._policy_loss(view, batch) if stock is None else stock / world_size()
-        self._parts = self.loss.channels(view, self.loss.batches(window.rows[index], batch))
-        window.sums["loss/policy"] += float(policy.detach())
-        window.sums["loss/total"] += float(policy.detach() + self._parts.total.detach())
-        # gradients are averaged over ranks, and these are sums over global counts
-        return world_size() * (policy + self._parts.total)
-
-    def add_up(self) -> None:
-        """After the backward of a micro-batch: its sums, which hold the gradient's norms only now."""
-        if self._parts is not None:
-            for name, value in self._parts.sums().items():
-                self._open_window().sums[name] += float(value)
-        self._parts = None
-
-    def close(self) -> dict[str, float]:
-        """After the last backward of a step: its metrics over all ranks."""
-        window = self._open_window()
-        self._window = None
-        return self.loss.metrics(sum_over_ranks(window.sums), window.counts)
-
-    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After the optimiser's step, on every rank."""
-        self.loss.on_step_end(step, metrics)
-        for teacher in {id(t): t for t in (self.teacher, self.reference) if t is not None}.values():
-            teacher.step()
-
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Of channels, objective and teacher, between two steps."""
-        return {"loss": self.loss.state_dict(), "teacher": {} if self.teacher is None else self.teacher.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave.
-
-        Raises:
-            RunFailed: it belongs to other channels or another teacher.
-        """
-        self.loss.load_state_dict(state["loss"])
-        if self.teacher is not None:
-            self.teacher.load_state_dict(state["teacher"])
-
-    # -- its parts ---------------------------------------------------------------------------------------------------
+    def recorded_loss(self, rollouts: Rollouts | None, *, index: int) -> Tensor:
+        """`loss_of` a micro-batch that nobody has run a forward on."""
+        return self.loss_of(self._view(None if rollouts is None else rollouts.seqs), rollouts, self._rows[index])
 
     def not_a_number(self, forward: Forward) -> Tensor:
         """A loss that is not a number and has the graph of every other, for a rank that found a fault: the others wait
         for its gradients.
         """
         assert forward.logps is not None
-        self._parts = None
+        self.drop()
         return forward.logps.sum() * math.nan
 
-    def _open_window(self) -> Window:
-        assert self._window is not None, "a micro-batch outside of a step"
-        return self._window
-
-    def view(self, seqs: Seqs | None) -> ModelView:
+    def _view(self, seqs: Seqs | None) -> ModelView:
         """The policy as losses see it, with forwards of its own; `seqs` are the rollouts."""
         return ModelView(
             self._policy,
@@ -197,25 +127,3 @@ class Composition:
             pad_id=self._pad_id,
             around_forward=self._autocast,
         )
-
-    def _view(self, inputs: Mapping[str, Any], forward: Forward, *, seqs: Seqs) -> ModelView:
-        return view_of(
-            self._policy,
-            inputs,
-            forward,
-            seqs=seqs,
-            temperature=self._open_window().base.temperature,
-            teacher=self.teacher,
-            reference=self.reference,
-            pad_id=self._pad_id,
-            autocast=self._autocast,
-        )
-
-    def _policy_loss(self, view: ModelView, batch: Batch) -> Tensor:
-        if self.loss.objective is None:
-            return torch.zeros(())
-        term = self.loss.policy(view, batch)
-        divisor = global_count(batch.counts, term.count)
-        for name, value in term.metrics.items():
-            self._open_window().sums[f"{POLICY}/{name}"] += float(value.detach() / divisor)
-        return term.sum / divisor

@@ -22,10 +22,11 @@ from typing import Any
 from composer_core.errors import MissingError, Problem, SpecError
 from composer_core.plugins.contributions import Derived
 from composer_core.spec.model import RunSpec
+from composer_core.spec.rollout_problems import rollout_problems
 from composer_core.spec.rollouts import NONE
 from composer_trl.objectives import config_fields, core_fields, ignored_fields, is_native
 from composer_trl.processes import batch_problems, micro_batch, process_problems, share
-from composer_trl.rollout import rollout_fields, rollout_notes, rollout_numbers, rollout_problems
+from composer_trl.rollout import rollout_fields, rollout_notes, rollout_numbers
 
 OWNED: dict[str, str] = {
     "output_dir": "nothing: the run directory",
@@ -101,7 +102,7 @@ def derive(spec: RunSpec) -> Derived:
     options = spec.backend.settings.model_dump()["options"]
     problems = [
         *batch_problems(spec),
-        *rollout_problems(spec),
+        *rollout_problems(spec, backend="trl"),
         *process_problems(spec, options),
         *option_problems(options, "trl.GRPOConfig", grpo_config_fields, owned=OWNED),
         *_ignored_problems(spec, options),

@@ -1,9 +1,9 @@
 """Training without rollouts: recorded traces and preference pairs through the core's loss, on `transformers.Trainer`.
 
 Adapters, schedules, accumulation, checkpoints and callbacks are upstream's; the loss is `CompositeLoss` on `ModelView`,
-counted over the window and all ranks by a `Composition`, as in `trainer.py`. Rows come in an order that only the step
-and the seed decide, so a resumed run goes on where it was. Each process computes gradients on its own weights, and they
-are averaged here before the optimiser's step: no forward goes through DDP, which would wait for one of its own.
+counted over the window and all ranks by a `TRLComposition`, as in `trainer.py`. Rows come in an order that only the
+step and the seed decide, so a resumed run goes on where it was. Each process computes gradients on its own weights, and
+they are averaged here before the optimiser's step: no forward goes through DDP, which would wait for one of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from composer_core.run.context import RunContext
 from composer_core.run.recorded import LONGEST, RecordedRow
 from composer_core.run.state import capture_rng, restore_rng
 from composer_trl.backend import RunListener, config_of, lora_config
-from composer_trl.composition import Composition
+from composer_trl.composition import TRLComposition
 from composer_trl.finite import FiniteSteps
 from composer_trl.metrics import OWN
 from composer_trl.trainer import AfterOptimizer
@@ -113,7 +113,7 @@ class RecordedTrainer(FiniteSteps, Trainer):  # type: ignore[misc]
         super().__init__(model, args, train_dataset=items, data_collator=_together, **kwargs)
         self.model_accepts_loss_kwargs = True  # upstream then leaves the loss as it is
         self._longest = longest
-        self._composition = Composition(
+        self._composition = TRLComposition(
             loss,
             self.accelerator.unwrap_model(self.model),
             native=False,
@@ -149,9 +149,8 @@ class RecordedTrainer(FiniteSteps, Trainer):  # type: ignore[misc]
         """See `transformers.Trainer`: this process's share of the step's loss, times the number of processes."""
         micro_batch: MicroBatch = inputs["micro_batch"]
         rollouts = rollouts_of(micro_batch.rows, self.args.device)
-        view = self._composition.view(None if rollouts is None else rollouts.seqs)
         try:
-            return self._composition.loss_of(view, rollouts, index=micro_batch.index)
+            return self._composition.recorded_loss(rollouts, index=micro_batch.index)
         except NonFinite as error:
             self._found(error.problem)
             return torch.zeros((), device=self.args.device, requires_grad=True)

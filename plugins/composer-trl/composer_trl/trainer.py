@@ -18,19 +18,19 @@ from transformers import TrainerCallback
 from trl import GRPOConfig
 
 from composer_core.batch import Batch
+from composer_core.data.tool_checks import tool_schemas
 from composer_core.errors import MissingError, NonFinite, RunFailed, UsageError
 from composer_core.loss.composite import CompositeLoss
 from composer_core.loss.heads import take_apart
+from composer_core.traces.conversation_sites import rollout_columns
 from composer_trl import policy_head, surface
 from composer_trl.advantages import objective_advantages
-from composer_trl.composition import ROWS, Composition
+from composer_trl.composition import ROWS, TRLComposition
 from composer_trl.metrics import OWN
 from composer_trl.micro_batch import GROUP, REWARD, UID, Forward, ids_and_mask, listen, texts_of
 from composer_trl.objectives import ignored_fields
 from composer_trl.po_config import refuse_traps
-from composer_trl.sites import rollout_columns
 from composer_trl.steady import SteadyGRPOTrainer
-from composer_trl.tools import tool_schemas
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
             _refuse_unloadable_reference(model, args, peft_config=kwargs.get("peft_config"))
         _refuse_head_adapter(kwargs.get("peft_config"))
         self._on_generation = on_generation
-        self._composition: Composition | None = None
+        self._composition: TRLComposition | None = None
         self._forward: Forward | None = None
         self._own_head = own_head
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
@@ -110,7 +110,7 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
             if loss.objective is None:
                 raise ValueError("native=False lets the core compute the objective, and this loss has none")
             self._refuse_ignored()
-        self._composition = Composition(
+        self._composition = TRLComposition(
             loss,
             self.accelerator.unwrap_model(self.model),
             native=native,
@@ -155,7 +155,7 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
         self._scored = (*args[:2], rewards)
         return rewards
 
-    def _prepare_rows(self, composition: Composition, inputs: list[dict[str, Any]], batch: dict[str, Any]) -> None:
+    def _prepare_rows(self, composition: TRLComposition, inputs: list[dict[str, Any]], batch: dict[str, Any]) -> None:
         """Add what our loss wants to TRL's batch, one entry per row."""
         absent = sorted(surface.BATCH_KEYS - set(batch))
         if absent:
@@ -180,7 +180,7 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
         )
         batch[ROWS] = composition.rows(list(texts_of(batch, columns, tokenizer=self._tokenizer)))
 
-    def _compare(self, composition: Composition, batch: dict[str, Any], *, rewards: Tensor) -> None:
+    def _compare(self, composition: TRLComposition, batch: dict[str, Any], *, rewards: Tensor) -> None:
         """The objective's own advantages, in TRL's batch and in its log of completions."""
         batch["advantages"], everyone = objective_advantages(
             composition.loss.objective,
@@ -217,7 +217,7 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
                 step=self.state.global_step + 1, total_steps=self.state.max_steps, temperature=self.temperature
             )
             parts = self._buffered_inputs[first : first + window]
-            self._composition.open(parts, base=base, longest=self.max_completion_length)
+            self._composition.open_batches(parts, base=base, longest=self.max_completion_length)
         return inputs
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
@@ -234,7 +234,7 @@ class ComposerGRPOTrainer(SteadyGRPOTrainer):
                 self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].size(1))
         index = self._step % self.args.gradient_accumulation_steps
         try:
-            return composition.micro_loss(inputs, self._forward, index=index, stock=policy)
+            return composition.batch_loss(inputs, self._forward, index=index, stock=policy)
         except NonFinite as error:
             self._found(error.problem)
             return composition.not_a_number(self._forward)

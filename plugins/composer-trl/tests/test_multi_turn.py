@@ -20,10 +20,11 @@ from trl.chat_template_utils import qwen3_chat_template, qwen3_schema
 
 from composer_core.channels.sdpo import Sdpo
 from composer_core.channels.settings import SdpoSettings
+from composer_core.data.environments import Environments
 from composer_core.data.scoring import checked
 from composer_core.loss.composite import ActiveChannel, CompositeLoss
 from composer_trl.backend import _sample, rows_dataset
-from composer_trl.tools import Environments, require_tool_template
+from composer_trl.tools import require_tool_template
 from composer_trl.trainer import ComposerGRPOTrainer, Generation
 
 START, END = "<|im_start|>", "<|im_end|>"

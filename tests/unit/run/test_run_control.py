@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from composer_core.run import worker
+from composer_core.run import rebuild, worker
 from composer_core.run.control import Control, StopSignals, agree
 from composer_core.run.directory import RunState
 from composer_core.run.files import read_jsonl
@@ -136,7 +136,7 @@ def test_a_dead_channel_ends_the_run_unless_that_is_allowed(planned, allowed, co
         objective = PolicyObjective(PRESETS["grpo"], OBJECTIVE_SETTINGS["grpo"]())
         return CompositeLoss([ActiveChannel("mute", 1.0, Brevity())], objective)
 
-    monkeypatch.setattr(worker, "_composite", composite)
+    monkeypatch.setattr(rebuild, "composite", composite)
     mute = series(**{"active/mute": [0.5] * 4, "loss/mute": [0.0] * 4, "grad_norm/mute": [0.0] * 4})
     directory = planned("finish", "limits.dead_after=3", f"limits.allow_dead={allowed}", mute)
     assert worker.main([str(directory.plan)]) == code

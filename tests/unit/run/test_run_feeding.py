@@ -4,7 +4,6 @@ from types import SimpleNamespace
 import pytest
 
 from composer_core.channels.replay import Replay
-from composer_core.channels.sdpo import Sdpo
 from composer_core.channels.settings import ReplaySettings
 from composer_core.errors import UsageError
 from composer_core.hf.models import load_tokenizer
@@ -66,13 +65,6 @@ def test_a_channel_of_pairs_needs_a_file_of_them(tiny_model_folder):
         "data.pairs: channel 'mine' learns from preference pairs, and the spec names no file of them\n"
         "  fix: data: {pairs: {path: pairs.jsonl}}; `composer-run replay` writes one"
     )
-
-
-def test_hint_templates_come_from_the_runs_own_plugins(tiny_model_folder):
-    channel, registry = Sdpo(), Registry()
-    before = channel.hinting
-    feed(CompositeLoss([ActiveChannel("sdpo", 1.0, channel)], None), _run(tiny_model_folder), registry)
-    assert channel.hinting is not before
 
 
 def test_without_such_channels_nothing_is_read(tiny_model_folder):

@@ -3,8 +3,9 @@ import math
 import pytest
 import torch
 
+from composer_core.data.scoring import weigh
 from composer_core.run.context import NamedReward
-from composer_core.testing.sampling import Completion, sample, score, weigh
+from composer_core.testing.sampling import Completion, sample, score
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
-"""Error sites of TRL's conversations: the same as those of a recorded session that says the same."""
+"""Error sites of conversations: the same as those of a recorded session that says the same."""
 
 import pytest
 
 from composer_core.protocols import RolloutText
+from composer_core.traces.conversation_sites import conversation_sites, rollout_columns
 from composer_core.traces.error_sites import rollout_sites
-from composer_trl.sites import conversation_sites, rollout_columns
 
 SCHEMA = {
     "type": "function",
@@ -25,7 +25,7 @@ def result(name, content):
 
 
 def raised(name, message):
-    """What TRL makes of an exception."""
+    """What becomes of an exception."""
     return result(name, str({"error": message}))
 
 

@@ -1,10 +1,10 @@
-"""Where a multi-turn rollout went wrong, told from the conversation that TRL made of it.
+"""Where a multi-turn rollout went wrong, told from its conversation.
 
-TRL hands a rollout with tools over as chat messages: the policy's turns, with the calls it could parse, and what came
-back for each. Here they become a trace, so that the core's `traces/error_sites.py` finds in them what it finds in a
-recorded session, of the same kind and with the same context. TRL writes an exception of a tool as the text of
-`{"error": message}`, gives no call an id, and keeps a turn whose call it could not parse as plain text: those three
-are undone here, nothing is judged. To undo one more habit of TRL's, change `_steps`.
+A backend hands a rollout with tools over as chat messages: the policy's turns, with the calls that could be parsed, and
+what came back for each. Here they become a trace, so that `error_sites.py` finds in them what it finds in a recorded
+session, of the same kind and with the same context. In such a conversation an exception of a tool is the text of
+`{"error": message}`, no call has an id, and a turn whose call could not be parsed is plain text, as TRL does it and our
+own loops do after it: those three are undone here, nothing is judged. To undo one habit more, change `_steps`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any
 from composer_core.traces.error_sites import RAISED, SITES_COLUMN, find_sites
 from composer_core.traces.messages import from_messages
 from composer_core.traces.model import Observation, Step, ToolCall, Trace
+from composer_core.traces.tool_format import CLOSE, OPEN
 
 TOOLS_COLUMN = "tools"
 """Column with the definitions that the prompt was rendered with; a hint in the system message needs them."""
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
 _BARE_CALL = re.compile(r'\s*\{\s*"name"\s*:')
 """How a turn begins that is nothing but a call, where a template puts no marks around it (Llama 3)."""
 _CALLED = re.compile(r'"name"\s*:\s*"([\w.-]+)"')
@@ -42,7 +43,7 @@ def rollout_columns(
 
     Args:
         row: of the data, or of the environment.
-        completion: as TRL's `_generate` returns it: a text, or the messages of one rollout.
+        completion: a text, or the messages of one rollout.
         tools: names of what the policy could call, or definitions in OpenAI form.
     """
     columns = dict(row)
@@ -60,7 +61,7 @@ def conversation_sites(
     """The error sites of one rollout, as `error_sites.rollout_sites` reads them; none of a text, or without tools."""
     if isinstance(completion, str) or not tools:
         return []
-    trace = Trace(id="rollout", steps=_steps(completion), format="trl", tools=tuple(map(_definition, tools)))
+    trace = Trace(id="rollout", steps=_steps(completion), format="rollout", tools=tuple(map(_definition, tools)))
     return [
         {"turn": site.turn, "kind": site.kind, "evidence": site.evidence, "context": dict(site.context)}
         for site in find_sites(trace)
@@ -94,7 +95,7 @@ def _with_ids(completion: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any
 
 
 def _name(call: Mapping[str, Any]) -> str:
-    """What TRL answers a call under."""
+    """What a call is answered under."""
     return str((call.get("function") or call).get("name", "unknown"))
 
 
@@ -117,17 +118,17 @@ def _exception(content: Any) -> str | None:
     return said if isinstance(said, str) else None
 
 
-# -- calls that TRL could not parse ------------------------------------------------------------------------------------
+# -- calls that could not be parsed ------------------------------------------------------------------------------------
 
 
 def _with_unparsed_call(step: Step) -> Step:
     """The step with the call that its text still holds, and what is wrong with that; else the step itself."""
     text = step.message if isinstance(step.message, str) else ""
     answer = text.rpartition("</think>")[2]
-    _, marked, body = answer.partition(_OPEN)
+    _, marked, body = answer.partition(OPEN)
     if not marked and not _BARE_CALL.match(answer):
         return step
-    body, closed, _ = (body if marked else answer).partition(_CLOSE)
+    body, closed, _ = (body if marked else answer).partition(CLOSE)
     said = _fault(body.strip(), closed=bool(closed) or not marked)
     name = _CALLED.search(body)
     call = ToolCall(id=_UNPARSED, name=name[1] if name else "", arguments=body.strip(), in_message=True)
@@ -138,7 +139,7 @@ def _with_unparsed_call(step: Step) -> Step:
 def _fault(body: str, *, closed: bool) -> str:
     """Why a call cannot be parsed, in words that the core's classifier takes for what they are."""
     if not closed:
-        return f"malformed JSON in a tool call: it does not end with {_CLOSE}"
+        return f"malformed JSON in a tool call: it does not end with {CLOSE}"
     if not body.startswith("{"):
         return "this tool call cannot be parsed"
     try:

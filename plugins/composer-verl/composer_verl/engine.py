@@ -1,0 +1,208 @@
+"""verl's FSDP engine with the core's loss beside, or in place of, its own.
+
+One optimiser step of verl's is `train_batch`: `forward_backward_batch`, which sums the counts over ranks before the
+first micro-batch and has the ranks agree after the last one whether all was finite, `forward_step` for each, and
+`optimizer_step`, which applies it.
+Without `compose` it is verl's engine, bit for bit. Every rank runs the same forwards and collectives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.trainer.ppo.core_algos import register_policy_loss
+from verl.utils.device import get_device_name
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.losses import ppo_loss
+
+from composer_core.batch import Batch, Rollouts
+from composer_core.errors import NonFinite
+from composer_core.loss.composite import CompositeLoss
+from composer_core.loss.reading import Models
+from composer_core.loss.tap import Tap
+from composer_core.run.collectives import world_size
+from composer_core.run.composition import Composition
+from composer_core.run.control import agree
+from composer_verl.rows import FIELD, channel_rows, decode, rollouts_of
+from composer_verl.view import EngineView, Forward
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What a run wants of an engine."""
+
+    loss: CompositeLoss
+    native: bool
+    """verl's own policy loss is the objective's; else it calls `policy_loss`, which is registered with it."""
+    policy_loss: str
+    """`loss_mode` of verl's that stands for the core's objective."""
+    longest: int
+    """Completion tokens allowed."""
+    total_steps: int
+    pad_id: int
+
+
+class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
+    """See the module."""
+
+    _composition: Composition | None = None
+
+    # -- what the worker calls ---------------------------------------------------------------------------------------
+
+    def compose(self, wanted: Composed) -> None:
+        """Compute these losses from now on; once, when the model is there and before the first step."""
+        self._wanted = wanted
+        self._composition = Composition(wanted.loss, self.module, native=wanted.native)
+        self._step = 1
+        self._found: str | None = None
+        self._tap: Tap | None = None
+        self._micro: tuple[EngineView, Rollouts] | None = None
+        self._metrics: dict[str, float] = {}
+        self.reports: list[dict[str, float]] = []
+        """Metrics of each optimiser step, the same on every rank; whoever reads them empties the list."""
+        self.fault: str | None = None
+        """Why the last step was not applied; the same on every rank."""
+        if not wanted.native:
+            register_policy_loss(wanted.policy_loss)(self._policy_loss)
+
+    def loss_function(self, config: Any) -> Any:
+        """What verl backpropagates for a micro-batch; `config` is its ActorConfig."""
+        return partial(ppo_loss if self._composition is None else self._loss, config=config)
+
+    def composition_state(self) -> dict[str, Any]:
+        """Of channels, objective, teacher and the count of steps; this rank's part where the teacher is sharded."""
+        composition = self._composition
+        return {} if composition is None else {**composition.state_dict(), "step": self._step}
+
+    def load_composition(self, state: Mapping[str, Any]) -> None:
+        """Restore what `composition_state` gave.
+
+        Raises:
+            RunFailed: it belongs to other channels or another teacher.
+        """
+        if self._composition is not None:
+            self._step = state["step"]
+            self._composition.load_state_dict({name: value for name, value in state.items() if name != "step"})
+
+    # -- one optimiser step ------------------------------------------------------------------------------------------
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        """See `FSDPEngine`; opens and closes the step's window."""
+        if self._composition is None or forward_only:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        self._open(self._composition, data)
+        outputs = super().forward_backward_batch(data, loss_function, forward_only)
+        self._composition.add_up()
+        self._tap = self._micro = None  # logits would outlive the step, through the next generation
+        self.fault, self._found = agree(self._found), None
+        if self.fault is None:
+            self._metrics = self._composition.close()
+        return outputs
+
+    def _open(self, composition: Composition, data: Any) -> None:
+        samples = decode(data[FIELD])
+        names = [active.name for active in composition.loss.active]
+        rows = channel_rows(samples, names, step=self._step)
+        sequences = float(sum(not sample.filler for sample in samples))
+        own = {
+            "tokens": float(data["response_mask"].values().sum()),
+            "sequences": sequences,
+            "max_tokens": sequences * self._wanted.longest,
+            "micro_batches": _micro_batches(data),
+            **composition.loss.count(rows),
+        }
+        base = Batch(step=self._step, total_steps=self._wanted.total_steps, temperature=float(data["temperature"]))
+        composition.open(own, base=base)
+
+    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        """See `FSDPEngineWithLMHead`."""
+        if self._composition is not None and not forward_only:
+            self._composition.add_up()  # the backward of the one before has run
+        return super().forward_step(micro_batch, loss_function, forward_only)
+
+    def prepare_model_outputs(self, output: Any, *args: Any, **kwargs: Any) -> Any:
+        """See `FSDPEngineWithLMHead`; what it reads of the logits goes through a `Tap`."""
+        if self._composition is not None and torch.is_grad_enabled():
+            self._tap = Tap(output.logits)
+            output.logits = self._tap.logits
+        return super().prepare_model_outputs(output, *args, **kwargs)
+
+    def _loss(self, config: Any, model_output: Mapping[str, Any], data: Any, dp_group: Any = None) -> Any:
+        composition, tap = self._composition, self._tap
+        assert composition is not None
+        assert tap is not None
+        samples = decode(data[FIELD])
+        rollouts = rollouts_of(data, samples)
+        logps = _of_tokens(model_output["log_probs"].values(), rollouts)
+        view = self._view(composition, Forward(rollouts.seqs, tap, logps, composition.base.temperature))
+        self._micro = (view, rollouts)
+        rows = channel_rows(samples, [active.name for active in composition.loss.active], step=self._step)
+        try:
+            policy, metrics = ppo_loss(config, dict(model_output), data, dp_group)
+            return composition.loss_of(view, rollouts, rows, stock=policy), metrics
+        except NonFinite as error:
+            # the others wait for this rank's share of the gradient: they are told before the optimiser's step
+            self._found = self._found or error.problem
+            composition.drop()
+            return logps.sum() * math.nan, {}
+
+    def _policy_loss(self, **_: Any) -> tuple[Tensor, dict[str, Any]]:
+        """The core's objective as verl calls a policy loss: scaled for the mean over ranks."""
+        assert self._composition is not None
+        assert self._micro is not None
+        return world_size() * self._composition.policy_of(*self._micro), {}
+
+    def _view(self, composition: Composition, forward: Forward) -> EngineView:
+        models = Models(self.module, teacher=composition.teacher, reference=composition.reference)
+        return EngineView(models, forward, pad_id=self._wanted.pad_id, around_forward=self._autocast)
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        if self._autocast_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(get_device_name(), dtype=self._autocast_dtype)
+
+    def optimizer_step(self) -> float:
+        """See `FSDPEngine`; a step that is not finite on some rank is applied on none, and `fault` says why."""
+        composition = self._composition
+        if composition is None:
+            return float(super().optimizer_step())
+        if self.fault is not None:
+            self.optimizer_zero_grad()
+            return math.nan
+        norm = float(super().optimizer_step())
+        if not math.isfinite(norm):  # verl has left the step out, and the norm is the same everywhere
+            self.fault = f"the gradient norm is {norm} at step {self._step}"
+            return norm
+        self.reports.append({**self._metrics, "grad_norm": norm})
+        composition.stepped(self._step, self._metrics)
+        self._step += 1
+        return norm
+
+
+def register_engine() -> None:
+    """Have verl's workers of this process make a `ComposerEngine` where they would make its FSDP engine for a language
+    model; idempotent. A vendor's engine goes before a device's, so nothing of verl's is overwritten.
+    """
+    for device, vendor in (("cpu", "cpu"), ("cuda", "nvidia")):
+        registered = EngineRegistry._engines["language_model"]["fsdp2"]
+        if registered.get((device, vendor)) is not ComposerEngine:
+            EngineRegistry.register("language_model", "fsdp2", device=device, vendor=vendor)(ComposerEngine)
+
+
+def _of_tokens(predicted: Tensor, rollouts: Rollouts) -> Tensor:
+    """Log-probs of verl, (N,) with entry i about token i+1, as the core's, which is 0 for first and unscored tokens."""
+    at = (rollouts.action & ~rollouts.seqs.first).nonzero().flatten()
+    return predicted.new_zeros(predicted.shape).index_put((at,), predicted[at - 1])
+
+
+def _micro_batches(data: Any) -> float:
+    # with sequences packed by length nobody knows it yet, and no objective that needs it is planned with that
+    return math.nan if data["use_dynamic_bsz"] else len(data) / data["micro_batch_size_per_gpu"]

@@ -1,0 +1,94 @@
+"""verl's worker of one rank, a Ray actor, with the core's loss in its engine.
+
+The plan travels in verl's configuration, and what this process has installed must be what the plan was made with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from composer_core.errors import MissingError
+from composer_core.run.rebuild import Rebuilt, rebuild
+from composer_verl.checkpoint import export_model, load_engine, save_engine
+from composer_verl.engine import Composed, ComposerEngine, register_engine
+from composer_verl.objectives import is_native, policy_loss_name
+
+
+class ComposerWorker(ActorRolloutRefWorker):  # type: ignore[misc]
+    """See the module."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """See `ActorRolloutRefWorker`; the engine then has the losses of the plan.
+
+        Raises:
+            MissingError: a plugin of the plan is not installed here or has another version; or verl has made another
+                engine than this package's.
+        """
+        join_on_cpu()
+        rebuilt = rebuild(json.loads(self.config.composer.plan))
+        register_engine()
+        super().init_model()
+        engine = self.actor.engine
+        if not isinstance(engine, ComposerEngine):
+            raise MissingError(f"verl made a {type(engine).__name__}, not the engine of composer-verl")
+        if (wanted := composed(rebuilt, engine)) is not None:
+            engine.compose(wanted)
+            self.actor.set_loss_fn(engine.loss_function(self.loss_fn.keywords["config"]))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def composer_report(self) -> dict[str, Any]:
+        """What the optimiser steps since the last call gave, the same on every rank: `steps`, their metrics in order,
+        and `fault`, why the last one was not applied.
+        """
+        engine = self.actor.engine
+        report = {"steps": list(engine.reports), "fault": engine.fault}
+        engine.reports.clear()
+        return report
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def composer_save(self, folder: str) -> None:
+        """Write this rank's part of a checkpoint."""
+        save_engine(self.actor.engine, Path(folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def composer_load(self, folder: str) -> None:
+        """Go back to a checkpoint."""
+        load_engine(self.actor.engine, Path(folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def composer_export(self, folder: str, dtype: str) -> None:
+        """Write the policy as a Hugging Face folder, by rank 0."""
+        export_model(self.actor.engine, Path(folder), dtype=getattr(torch, dtype))
+
+
+def join_on_cpu() -> None:
+    """Bring the ranks together over gloo where there is no GPU: verl would ask for a second backend of the same name."""
+    if torch.cuda.is_available() or dist.is_initialized():
+        return
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+
+
+def composed(rebuilt: Rebuilt, engine: ComposerEngine) -> Composed | None:
+    """What the plan wants of the engine; None where verl's own loss is all there is."""
+    block = rebuilt.spec.loss.objective
+    assert block is not None  # `rollouts: none` is refused when planned
+    native = is_native(block)
+    if native and not rebuilt.loss.active:
+        return None
+    return Composed(
+        rebuilt.loss,
+        native=native,
+        policy_loss=policy_loss_name(block.name),
+        longest=rebuilt.spec.train.max_completion_tokens,
+        total_steps=rebuilt.spec.train.steps,
+        pad_id=engine.model_config.tokenizer.pad_token_id,
+    )
