@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_core.errors import RunFailed
+from composer_core.loss.shards import exchanged, is_sharded, own_parts, reshard, whole
 from composer_core.loss.targets import ema_update
 
 
@@ -63,26 +64,23 @@ class Stored(Teacher):
     """The policy's own modules with other values in its trained weights: `reading` puts them in, and back.
 
     A second model would need a second copy of the weights that are not trained, and a trainer may have replaced the
-    policy's `forward` by one that a copy of it would share.
+    policy's `forward` by one that a copy of it would share. Of weights that are sharded over ranks each stores its own
+    parts.
     """
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__(policy)
-        self._values = {name: p.detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
+        self._put_in = exchanged if is_sharded(policy) else _swapped
+        self._values = {name: own.clone() for name, own in own_parts(policy).items()}
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """The stored values are in the weights inside; run no backward there."""
-        swapped = [(p, p.data) for name, p in self.network.named_parameters() if name in self._values]
-        stored = [self._values[name] for name, _ in self.network.named_parameters() if name in self._values]
+        """The stored values are in the weights inside, on every rank; run no backward there."""
         torch.clear_autocast_cache()  # else a forward under autocast would read low-precision copies of the policy's
         try:
-            for (parameter, _), value in zip(swapped, stored, strict=True):
-                parameter.data = value
-            yield
+            with self._put_in(self.network, self._values):
+                yield
         finally:
-            for parameter, own in swapped:
-                parameter.data = own
             torch.clear_autocast_cache()
 
 
@@ -109,12 +107,12 @@ class Average(Stored):
     @torch.no_grad()
     def step(self) -> None:
         """One step towards the policy."""
-        trained = dict(self.network.named_parameters())
-        ema_update(self._wide.values(), [trained[name].detach() for name in self._wide], rate=self._rate)
+        trained = own_parts(self.network)
+        ema_update(self._wide.values(), [trained[name] for name in self._wide], rate=self._rate)
         self._narrow()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages, float32, by the policy's parameter names."""
+        """The averages, float32, by the policy's parameter names; of sharded weights this rank's parts alone."""
         return dict(self._wide)
 
     @torch.no_grad()
@@ -150,7 +148,8 @@ def _is_fresh(policy: nn.Module) -> bool:
         return False
     adapted = {name for name, p in policy.named_parameters() if p.requires_grad}
     second = {name: p for name, p in policy.named_parameters() if ".lora_B." in name or ".lora_embedding_B." in name}
-    return all(".lora_" in name for name in adapted) and not any(bool(p.any()) for p in second.values())
+    # whole: a rank whose own part is zeros would else take another branch than the others
+    return all(".lora_" in name for name in adapted) and not any(bool(whole(p).any()) for p in second.values())
 
 
 @runtime_checkable
@@ -165,9 +164,27 @@ class _Adapted(Protocol):
 
 
 @contextmanager
+def _swapped(network: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Weights point at `values` inside: nothing is copied."""
+    known = {name: p for name, p in network.named_parameters() if name in values}
+    own = {name: p.data for name, p in known.items()}
+    try:
+        for name, parameter in known.items():
+            parameter.data = values[name]
+        yield
+    finally:
+        for name, parameter in known.items():
+            parameter.data = own[name]
+
+
+@contextmanager
 def _adapters_off(network: Any) -> Iterator[None]:
     with network.disable_adapter():
-        yield
+        try:
+            yield
+        finally:
+            # peft marks adapters as trained again on leaving: that must be the sharded ones, whom gathered ones follow
+            reshard(network)
 
 
 def _check_names(mine: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

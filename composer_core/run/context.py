@@ -76,6 +76,16 @@ class RunContext(Protocol):
         """A folder inside the run directory for upstream's own temporary files; removed at the end."""
         ...
 
+    @property
+    def plan_file(self) -> Path:
+        """The plan of this run, from which a backend's other processes are built (`run/rebuild.py`)."""
+        ...
+
+    @property
+    def logs(self) -> Path:
+        """A folder for what upstream's own processes say."""
+        ...
+
     def model_folder(self) -> Path:
         """The policy as a local Hugging Face folder (GGUF dequantised, the built-in model made)."""
         ...

@@ -74,6 +74,16 @@ class RunSession:
         self._scratch.mkdir(parents=True, exist_ok=True)
         return self._scratch
 
+    @property
+    def plan_file(self) -> Path:
+        """`plan.json` of the run."""
+        return self._directory.plan
+
+    @property
+    def logs(self) -> Path:
+        """`logs/` of the run."""
+        return self._directory.logs
+
     def model_folder(self) -> Path:
         """The policy as a local Hugging Face folder."""
         from composer_core.hf.models import model_folder  # imports transformers

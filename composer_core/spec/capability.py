@@ -110,16 +110,19 @@ class Capability:
             backend.name
             for backend_owner, backend in self.registry
             if isinstance(backend, BackendPlugin)
+            and backend is not self.backend
             and (
                 contribution.aggregation in backend.aggregations
                 or _names_native(backend, backend_owner, contribution, owner)
             )
         ]
-        own = ", ".join(sorted(self.backend.native_objectives)) or "none"
+        own = f"it is none of its own ({', '.join(sorted(self.backend.native_objectives)) or 'none'})"
+        if _names_native(self.backend, self.backend_owner, contribution, owner):
+            own = "its own code has not all that these settings ask for"
         served = ", ".join(sorted(self.backend.aggregations)) or "none"
         self._refuse(
             "loss.objective.use",
-            f"backend {self.backend.name!r} cannot run objective {block.name!r}: it is none of its own ({own}), and "
+            f"backend {self.backend.name!r} cannot run objective {block.name!r}: {own}, and "
             f"its aggregation {contribution.aggregation} is none that it serves ({served})",
             f"backends that can: {', '.join(able)}" if able else "no installed backend can",
         )

@@ -182,10 +182,10 @@ def _step(engine: ComposerEngine, data: TensorDict, function: Any) -> Step:
             if parameter.grad is not None
         }
         engine.optimizer_step()
-    assert engine.fault is None, engine.fault
-    (report,) = engine.reports
-    engine.reports.clear()
-    return Step({name: value for name, value in report.items() if "loss/" in name}, gradients)
+    report = engine.report()
+    assert report["fault"] is None, report["fault"]
+    (losses,) = report["steps"]
+    return Step({name: value for name, value in losses.items() if "loss/" in name}, gradients)
 
 
 def batch_of(case: Case, folder: Path, loss: Any, *, share: range) -> TensorDict:

@@ -8,8 +8,9 @@ whole batch, so
 
 and the result does not depend on `micro_batch` (except `bnpo`, whose mean is local by definition).
 
-`objectives.py` has the fields of the policy loss, `options.py` what a user may set besides. What depends on the machine
-is in `machine_fields`: the plan shows a guess, and the backend puts in what it finds.
+`shares.py` has this arithmetic, `objectives.py` the fields of the policy loss, `options.py` what a user may set
+besides, `refusals.py` what verl cannot do. What depends on the machine is in `machine_fields`: the plan shows a guess,
+and the backend puts in what it finds.
 """
 
 from __future__ import annotations
@@ -17,14 +18,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from composer_core.errors import Problem, SpecError
+from composer_core.errors import SpecError
 from composer_core.plugins.contributions import Derived
 from composer_core.protocols import Aggregation
-from composer_core.spec.environment import has_placeholder
-from composer_core.spec.model import Plugged, RunSpec
+from composer_core.spec.environment import required_env
+from composer_core.spec.model import RunSpec
 from composer_verl.objectives import aggregation_of, loss_fields
 from composer_verl.options import ACTOR, MODEL, REF, ROLLOUT, flattened, option_problems
+from composer_verl.refusals import (
+    advantage_problems,
+    batch_problems,
+    cluster_problems,
+    dynamic_problems,
+    train_problems,
+)
 from composer_verl.settings import VerlSettings
+from composer_verl.shares import (
+    generations,
+    micro_batch,
+    needs_reference,
+    objective_of,
+    ranks,
+    settings_of,
+    share,
+)
 from composer_verl.upstream import composed, resolved, with_fields
 
 ROLLOUTS = {"hf": "composer_hf", "vllm": "vllm", "sglang": "sglang"}
@@ -37,6 +54,11 @@ OWN_ADVANTAGES = "composer"
 PROMPT_TOKENS = 1024
 """`max_prompt_length` where `data.max_tokens` is silent; the backend raises it to the longest prompt."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+FOLLOWS = {
+    f"{ACTOR}.use_remove_padding": f"{MODEL}.use_remove_padding",
+    f"{REF}.use_torch_compile": f"{ACTOR}.use_torch_compile",
+}
+"""Keys that verl gives the value of another one unless they are set."""
 BASE_CPUS = 8
 """Logical CPUs of a local Ray beside those of the ranks: TransferQueue's, the sampler's and Ray's own actors."""
 RANK_CPUS = 4
@@ -44,7 +66,7 @@ RANK_CPUS = 4
 
 
 def derive(spec: RunSpec) -> Derived:
-    """verl's configuration for a spec.
+    """The configuration of verl for a spec.
 
     Raises:
         SpecError: a batch that the ranks or verl's steps cannot share, a schedule or adapter that verl does not have,
@@ -55,12 +77,12 @@ def derive(spec: RunSpec) -> Derived:
     options = options_of(spec, config)
     own = settings_of(spec).advantages == "core"
     problems = [
-        *_batch_problems(spec),
-        *_train_problems(spec),
-        *_advantage_problems(spec),
-        *_cluster_problems(spec),
+        *batch_problems(spec),
+        *train_problems(spec),
+        *advantage_problems(spec),
+        *cluster_problems(spec),
         *option_problems(options, config, own=own),
-        *_dynamic_problems(spec, options),
+        *dynamic_problems(spec, options),
     ]
     if problems:
         raise SpecError(problems)
@@ -70,53 +92,14 @@ def derive(spec: RunSpec) -> Derived:
     return Derived(numbers=_numbers(spec), upstream=_upstream(config, fields, options), notes=tuple(_notes(spec)))
 
 
-def settings_of(spec: RunSpec) -> VerlSettings:
-    """The backend's own settings."""
-    settings = spec.backend.settings
-    assert isinstance(settings, VerlSettings)
-    return settings
-
-
 def options_of(spec: RunSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     """`backend.options` by dotted keys of `config`."""
     return dict(flattened(settings_of(spec).options, config))
 
 
-def ranks(spec: RunSpec) -> int:
-    """Processes that train together, on all nodes."""
-    return settings_of(spec).processes * settings_of(spec).nodes
-
-
-def share(spec: RunSpec) -> int:
-    """Sequences of one rank in one optimiser step."""
-    return spec.train.sequences_per_step // ranks(spec)
-
-
-def micro_batch(spec: RunSpec) -> int:
-    """`train.micro_batch`, or the largest up to 8 that divides the share of a rank."""
-    return spec.train.micro_batch or max(d for d in range(1, 9) if share(spec) % d == 0)
-
-
-def generations(spec: RunSpec) -> int:
-    """verl's global steps."""
-    return spec.train.steps // spec.train.iterations
-
-
-def needs_reference(spec: RunSpec) -> bool:
-    """Whether the objective reads log-probs of the starting model."""
-    return float(getattr(objective_of(spec).settings, "kl_coef", 0.0)) > 0
-
-
-def objective_of(spec: RunSpec) -> Plugged:
-    """The objective; only `rollouts: none`, which this backend does not have, may leave it out."""
-    objective = spec.loss.objective
-    assert objective is not None
-    return objective
-
-
 def _upstream(config: Mapping[str, Any], fields: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     # `${env:NAME}` is the spec's way to name a secret, and would be an interpolation to OmegaConf
-    held = {key: value for key, value in options.items() if has_placeholder(value)}
+    held = {key: value for key, value in options.items() if required_env(value)}
     plain = {key: value for key, value in options.items() if key not in held}
     return with_fields(resolved(with_fields(config, {**fields, **plain})), held)
 
@@ -289,7 +272,7 @@ def machine_fields(spec: RunSpec, *, cuda: bool, flash_attention: bool) -> dict[
         **_ray_fields(settings_of(spec), cuda=cuda, workers=workers),
     }
     given = settings_of(spec).options
-    return {key: value for key, value in fields.items() if not _has(given, key)}
+    return {key: value for key, value in fields.items() if not _has(given, key) and not _has(given, FOLLOWS.get(key))}
 
 
 def _ray_fields(settings: VerlSettings, *, cuda: bool, workers: int) -> Mapping[str, Any]:
@@ -307,126 +290,16 @@ def _ray_fields(settings: VerlSettings, *, cuda: bool, workers: int) -> Mapping[
     return {f"ray_kwargs.ray_init.{name}": value for name, value in fields.items()}
 
 
-def _has(options: Mapping[str, Any], key: str) -> bool:
+def _has(options: Mapping[str, Any], key: str | None) -> bool:
     """Whether options, dotted or nested in any mixture, set this key."""
+    if key is None:
+        return False
     for name, value in options.items():
         if name == key:
             return True
         if isinstance(value, Mapping) and key.startswith(f"{name}.") and _has(value, key[len(str(name)) + 1 :]):
             return True
     return False
-
-
-# -- what cannot be done ----------------------------------------------------------------------------------------------
-
-
-def _batch_problems(spec: RunSpec) -> Iterator[Problem]:
-    train, count, sequences = spec.train, ranks(spec), spec.train.sequences_per_step
-    if train.steps % train.iterations:
-        yield Problem(
-            key="train.steps",
-            problem=f"{train.steps} steps are no whole number of generations: each serves {train.iterations} of them "
-            "(train.iterations), and verl saves and stops between generations",
-            fix=f"a multiple of {train.iterations}, such as {-(-train.steps // train.iterations) * train.iterations}",
-        )
-    if train.warmup_steps % train.iterations:
-        yield Problem(
-            key="train.warmup_steps",
-            problem=f"verl moves the learning rate once per generation, which is {train.iterations} steps "
-            f"(train.iterations), and {train.warmup_steps} is no multiple of it",
-            fix=f"a multiple of {train.iterations}",
-        )
-    if sequences % count:
-        yield Problem(
-            key="backend.processes",
-            problem=f"the {sequences} sequences of a step (prompts_per_step x group_size) cannot be shared equally by "
-            f"{count} ranks",
-            fix=f"one of {_divisors(sequences)} ranks, or more prompts per step",
-        )
-        return
-    own, micro = share(spec), micro_batch(spec)
-    if own % micro:
-        whose = "of a step" if count == 1 else f"that each of {count} ranks takes of a step"
-        yield Problem(
-            key="train.micro_batch",
-            problem=f"{micro} does not divide the {own} sequences {whose} (prompts_per_step x group_size)",
-            fix=f"one of {_divisors(own)}",
-        )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
-
-
-def _train_problems(spec: RunSpec) -> Iterator[Problem]:
-    if spec.train.schedule == "linear":
-        yield Problem(
-            key="train.schedule",
-            problem="verl's learning rate stays constant or falls along a cosine; it has no linear schedule",
-            fix="cosine, or constant",
-        )
-    if spec.model.lora is not None and spec.model.lora.dropout:
-        yield Problem(
-            key="model.lora.dropout",
-            problem=f"verl trains adapters without dropout, got {spec.model.lora.dropout}",
-            fix="leave it out",
-        )
-
-
-def _advantage_problems(spec: RunSpec) -> Iterator[Problem]:
-    """Settings of the objective's own advantages, which an estimator of verl's replaces."""
-    advantages, objective = settings_of(spec).advantages, objective_of(spec)
-    if advantages == "core":
-        return
-    settings = objective.settings
-    fields = type(settings).model_fields
-    in_reward = getattr(settings, "kl_estimator", None) == "k1" and needs_reference(spec)
-    asked = {
-        "scale_rewards": "scale_rewards" in fields
-        and getattr(settings, "scale_rewards", None) != fields["scale_rewards"].default,
-        "overlong": getattr(settings, "overlong", None) is not None,
-        "length_penalty": getattr(settings, "length_penalty", None) is not None,
-        "kl_estimator": in_reward,
-    }
-    for name in (name for name, unread in asked.items() if unread):
-        yield Problem(
-            key=f"loss.objective.{name}",
-            problem=f"it is part of the core's advantages, and backend.advantages is verl's {advantages}, which sees "
-            "the plain rewards",
-            fix="backend.advantages: core, or " + ("another one" if name == "kl_estimator" else f"{name}: null")
-            if name != "scale_rewards"
-            else "backend.advantages: core, or leave it out",
-        )
-
-
-def _cluster_problems(spec: RunSpec) -> Iterator[Problem]:
-    settings = settings_of(spec)
-    if settings.nodes > 1 and settings.ray == "local":
-        yield Problem(
-            key="backend.nodes",
-            problem=f"{settings.nodes} nodes need a Ray cluster that spans them, and backend.ray is local",
-            fix="backend.ray: auto on its head node, or its address",
-        )
-
-
-def _dynamic_problems(spec: RunSpec, options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Micro-batches packed by length have no fixed number of sequences."""
-    key = f"{ACTOR}.use_dynamic_bsz"
-    if not options.get(key):
-        return
-    if aggregation_of(objective_of(spec)) is Aggregation.TOKEN_MEAN_LOCAL:
-        yield Problem(
-            key=f"backend.options.{key}",
-            problem=f"{objective_of(spec).name} is a mean within micro-batches, which would then hold any number of "
-            "sequences",
-            fix="leave it out, or objective dapo, whose mean is over the whole step",
-        )
-    if spec.train.micro_batch is not None:
-        yield Problem(
-            key="train.micro_batch",
-            problem=f"with {key} verl fills micro-batches by tokens and would not read it",
-            fix=f"leave it out; {ACTOR}.ppo_max_token_len_per_gpu says how many tokens",
-        )
 
 
 # -- what the plan tells ----------------------------------------------------------------------------------------------

@@ -53,7 +53,13 @@ class Composed:
 class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     """See the module."""
 
-    _composition: Composition | None = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._composition: Composition | None = None
+        self._step = 1
+        self._metrics: dict[str, float] = {}
+        self._fault: str | None = None
+        self._reports: list[dict[str, float]] = []
 
     # -- what the worker calls ---------------------------------------------------------------------------------------
 
@@ -61,15 +67,9 @@ class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         """Compute these losses from now on; once, when the model is there and before the first step."""
         self._wanted = wanted
         self._composition = Composition(wanted.loss, self.module, native=wanted.native)
-        self._step = 1
         self._found: str | None = None
         self._tap: Tap | None = None
         self._micro: tuple[EngineView, Rollouts] | None = None
-        self._metrics: dict[str, float] = {}
-        self.reports: list[dict[str, float]] = []
-        """Metrics of each optimiser step, the same on every rank; whoever reads them empties the list."""
-        self.fault: str | None = None
-        """Why the last step was not applied; the same on every rank."""
         if not wanted.native:
             register_policy_loss(wanted.policy_loss)(self._policy_loss)
 
@@ -77,10 +77,18 @@ class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         """What verl backpropagates for a micro-batch; `config` is its ActorConfig."""
         return partial(ppo_loss if self._composition is None else self._loss, config=config)
 
+    def report(self) -> dict[str, Any]:
+        """What the optimiser steps since the last call gave, the same on every rank: `steps`, their metrics in order,
+        and `fault`, why the one behind them was not applied; None where all were.
+        """
+        found = {"steps": self._reports, "fault": self._fault}
+        self._reports, self._fault = [], None
+        return found
+
     def composition_state(self) -> dict[str, Any]:
         """Of channels, objective, teacher and the count of steps; this rank's part where the teacher is sharded."""
-        composition = self._composition
-        return {} if composition is None else {**composition.state_dict(), "step": self._step}
+        own = {} if self._composition is None else self._composition.state_dict()
+        return {"step": self._step, "composition": own}
 
     def load_composition(self, state: Mapping[str, Any]) -> None:
         """Restore what `composition_state` gave.
@@ -88,9 +96,9 @@ class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         Raises:
             RunFailed: it belongs to other channels or another teacher.
         """
+        self._step = state["step"]
         if self._composition is not None:
-            self._step = state["step"]
-            self._composition.load_state_dict({name: value for name, value in state.items() if name != "step"})
+            self._composition.load_state_dict(state["composition"])
 
     # -- one optimiser step ------------------------------------------------------------------------------------------
 
@@ -102,8 +110,9 @@ class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         outputs = super().forward_backward_batch(data, loss_function, forward_only)
         self._composition.add_up()
         self._tap = self._micro = None  # logits would outlive the step, through the next generation
-        self.fault, self._found = agree(self._found), None
-        if self.fault is None:
+        found, self._found = agree(self._found), None
+        self._fault = self._fault or found
+        if found is None:
             self._metrics = self._composition.close()
         return outputs
 
@@ -170,21 +179,27 @@ class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         return torch.autocast(get_device_name(), dtype=self._autocast_dtype)
 
     def optimizer_step(self) -> float:
-        """See `FSDPEngine`; a step that is not finite on some rank is applied on none, and `fault` says why."""
-        composition = self._composition
-        if composition is None:
-            return float(super().optimizer_step())
-        if self.fault is not None:
+        """See `FSDPEngine`. A step that is not finite on some rank is applied on none, and so are those behind it until
+        `report` has told of it.
+        """
+        if self._fault is not None:
             self.optimizer_zero_grad()
             return math.nan
         norm = float(super().optimizer_step())
         if not math.isfinite(norm):  # verl has left the step out, and the norm is the same everywhere
-            self.fault = f"the gradient norm is {norm} at step {self._step}"
+            self._fault = f"the gradient norm is {norm} at step {self._step}"
             return norm
-        self.reports.append({**self._metrics, "grad_norm": norm})
-        composition.stepped(self._step, self._metrics)
+        self._reports.append({**self._metrics, "grad_norm": norm})
+        if self._composition is not None:
+            self._composition.stepped(self._step, self._metrics)
         self._step += 1
         return norm
+
+    def lr_scheduler_step(self) -> float:
+        """See `FSDPEngine`; a generation that was broken off is to be done again at its rate."""
+        if self._fault is not None:
+            return float(self.lr_scheduler.get_last_lr()[0])
+        return float(super().lr_scheduler_step())
 
 
 def register_engine() -> None:

@@ -101,6 +101,7 @@ OWNED: Mapping[str, str] = {
     f"{ACTOR}.fsdp_config.seed": "seed",
     f"{ACTOR}.fsdp_config.forward_only": "nothing: the policy is trained",
     f"{ACTOR}.checkpoint": "checkpoint",
+    f"{ACTOR}.use_remove_padding": f"backend.options.{MODEL}.use_remove_padding",
     REF: "loss.objective.kl_coef",
     f"{MODEL}.path": "model.path",
     f"{MODEL}.hf_config_path": "model.path",

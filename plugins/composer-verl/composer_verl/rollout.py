@@ -7,7 +7,7 @@ adapters by a private table; `register` writes both. What a server does stands i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -52,6 +52,8 @@ def server_settings(rollout: Any, model: Any) -> ServerSettings:
         max_batch=int(rollout.max_num_seqs),
         seed=int(rollout.seed),
         trust_remote_code=bool(model.get("trust_remote_code", False)),
+        window=rollout.max_model_len,
+        ignore_eos=bool(rollout.ignore_eos),
         attention=attention,
         override=override.get("model_config", override),  # verl reads both forms
     )
@@ -120,7 +122,7 @@ class ServerAdapter(BaseRollout):
         wire_format: str = "named_tensors",
         *,
         global_steps: int | None = None,
-        peft_config: Any = None,
+        peft_config: Mapping[str, Any] | None = None,
         base_sync_done: bool = True,
     ) -> None:
         """Send all `weights` to the server, part by part.
@@ -129,7 +131,7 @@ class ServerAdapter(BaseRollout):
             weights: names and tensors; drawing the next one is a collective of all ranks where they are sharded.
             wire_format: `named_tensors`.
             global_steps: the optimiser step that they come from.
-            peft_config: the configuration of a LoRA that is not merged.
+            peft_config: the fields of peft's configuration, for a LoRA that is not merged.
             base_sync_done: with `peft_config`: whether these are the adapter's weights alone.
 
         Raises:

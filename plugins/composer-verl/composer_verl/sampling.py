@@ -18,11 +18,8 @@ from torch import Tensor
 
 from composer_core.errors import NonFinite, UsageError
 
-DEFAULTS: Mapping[str, Any] = {"repetition_penalty": 1.0}
-"""Parameters that verl sends along and that are only known here by the value which changes nothing."""
-
-NEUTRAL = frozenset({"logprobs"})
-"""Parameters that need no answer: log-probs are always returned."""
+NEUTRAL: Mapping[str, Sequence[Any]] = {"repetition_penalty": (1.0,), "logprobs": (True, False)}
+"""Parameters that verl always sends, with the values that ask for nothing: log-probs are returned in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +62,7 @@ def read_sampling(params: Mapping[str, Any], *, max_tokens: int, room: int, seed
     Raises:
         UsageError: a parameter that is not known here, or a value that cannot be.
     """
-    given = {name: value for name, value in params.items() if name not in NEUTRAL and value is not None}
-    for name in [name for name in given if name in DEFAULTS and given[name] == DEFAULTS[name]]:
-        del given[name]
+    given = {name: value for name, value in params.items() if value not in (None, *NEUTRAL.get(name, ()))}
     limit = given.pop("max_tokens", given.pop("max_new_tokens", max_tokens))
     unknown = sorted(set(given) - set(Sampling.__dataclass_fields__))
     if unknown:

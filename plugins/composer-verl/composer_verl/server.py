@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from verl.plugin.platform import get_platform
 from verl.workers.rollout.replica import TokenOutput
 
 from composer_core.errors import RunFailed, UsageError
@@ -44,6 +45,10 @@ class ServerSettings:
     max_batch: int
     seed: int
     """The run's: the seed of a request is made of it where the request brings none."""
+    window: int | None = None
+    """The most tokens of prompt and response where that is less than the model's window."""
+    ignore_eos: bool = False
+    """For requests that do not say."""
     attention: str = "sdpa"
     """The attention of transformers to use."""
     trust_remote_code: bool = False
@@ -52,7 +57,7 @@ class ServerSettings:
 
 
 def load_model(settings: ServerSettings) -> Any:
-    """The model in eval mode, on the GPU where this process has one. Its weights are random unless they are loaded."""
+    """The model in eval mode on the device of verl's platform. Its weights are random unless they are loaded."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from verl.utils.model import update_model_config
 
@@ -69,7 +74,7 @@ def load_model(settings: ServerSettings) -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(settings.model, **common)
     else:
         model = AutoModelForCausalLM.from_config(**common)  # type: ignore[no-untyped-call]
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return model.to(get_platform().device_name).eval()
 
 
 def stopping_ids(settings: ServerSettings) -> tuple[int, ...]:
@@ -96,7 +101,9 @@ class HFServer:
         self._settings = settings
         self._weights = Weights(load_model(settings))
         self._eos = stopping_ids(settings)
-        self._window = int(getattr(self._weights.model.config, "max_position_embeddings", 2**31))
+        total = settings.prompt_length + settings.response_length
+        bounds = (total, settings.window, getattr(self._weights.model.config, "max_position_embeddings", None))
+        self._longest = min(bound for bound in bounds if bound is not None)
         self._global_steps: int | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="composer-hf")
         self._queue: asyncio.Queue[Waiting] = asyncio.Queue()
@@ -142,7 +149,14 @@ class HFServer:
         )
 
     async def update_weights(
-        self, bucket: Bucket, *, first: bool, last: bool, step: int | None, adapter: Any = None, whole: bool = True
+        self,
+        bucket: Bucket,
+        *,
+        first: bool,
+        last: bool,
+        step: int | None,
+        adapter: Mapping[str, Any] | None = None,
+        whole: bool = True,
     ) -> None:
         """Write one part of the trainer's weights; requests wait from the first part to the last.
 
@@ -151,7 +165,7 @@ class HFServer:
             first: whether an update begins here.
             last: whether it ends here.
             step: the optimiser step that the weights come from.
-            adapter: the configuration of a LoRA that is not merged.
+            adapter: the fields of peft's configuration, for a LoRA that is not merged.
             whole: whether the update is of the whole model; of the adapter alone otherwise.
 
         Raises:
@@ -180,18 +194,17 @@ class HFServer:
 
     def _request(self, request_id: str, prompt_ids: list[int], params: Mapping[str, Any]) -> Request:
         settings = self._settings
-        total = min(settings.prompt_length + settings.response_length, self._window)
-        room = total - len(prompt_ids)
+        room = self._longest - len(prompt_ids)
         if not prompt_ids or room < 1:
             raise UsageError(
-                f"a prompt of {len(prompt_ids)} tokens: it must be 1 to {total - 1}",
+                f"a prompt of {len(prompt_ids)} tokens: it must be 1 to {self._longest - 1}",
                 at="rollout",
                 fix="shorten it, or raise data.max_tokens",
             )
+        params = {"ignore_eos": settings.ignore_eos, **params}
         seed = _seed(settings.seed, request_id)
-        return Request(
-            tuple(prompt_ids), read_sampling(params, max_tokens=settings.response_length, room=room, seed=seed)
-        )
+        sampling = read_sampling(params, max_tokens=settings.response_length, room=room, seed=seed)
+        return Request(tuple(prompt_ids), sampling)
 
     async def _serve(self) -> None:
         while True:

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from composer_core.plugins.settings import Settings
 
+CORE = "core"
+"""The objective's own advantages."""
 Estimator = Literal[
     "core",
     "rloo",

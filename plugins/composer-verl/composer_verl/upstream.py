@@ -20,7 +20,7 @@ UNSET = "???"
 
 
 def composed() -> dict[str, Any]:
-    """verl's defaults as a nested mapping, interpolations as verl wrote them; takes about 0.4 s.
+    """The defaults of verl as a nested mapping, interpolations as verl wrote them; takes about 0.4 s.
 
     Raises:
         MissingError: verl is not installed, or has no such configuration.

@@ -7,7 +7,7 @@ that does not merge sends the base model once and then the adapter alone, under 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -54,8 +54,10 @@ class Weights:
         self._places: dict[str, Tensor] = {}
         self._left: set[str] = set()
 
-    def begin(self, adapter: Any = None, *, whole: bool = True) -> None:
-        """Expect the whole model, or (`whole` false) only the adapter: a `peft` configuration, which is put on first.
+    def begin(self, adapter: Mapping[str, Any] | None = None, *, whole: bool = True) -> None:
+        """Expect the whole model, or (`whole` false) the adapter alone; `adapter` are the fields of peft's configuration.
+
+        The first adapter is put on the model here.
 
         Raises:
             RunFailed: the model has an adapter already, of which a run without one could not know.
@@ -96,11 +98,12 @@ class Weights:
         if missing:
             raise RunFailed(_mismatch("did not send all weights of the rollout's model", missing))
 
-    def _wrap(self, adapter: Any) -> None:
-        from peft import get_peft_model
+    def _wrap(self, adapter: Mapping[str, Any]) -> None:
+        from peft import PeftConfig, get_peft_model
 
+        config = PeftConfig.from_peft_type(**adapter)
         # Without autocast: the adapter stays in the model's own dtype, as all that is written here.
-        self.model = get_peft_model(self.model, adapter, autocast_adapter_dtype=False).eval()
+        self.model = get_peft_model(self.model, config, autocast_adapter_dtype=False).eval()
         self._adapted = True
 
     def _base(self) -> dict[str, Tensor]:

@@ -46,12 +46,8 @@ class ComposerWorker(ActorRolloutRefWorker):  # type: ignore[misc]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def composer_report(self) -> dict[str, Any]:
-        """What the optimiser steps since the last call gave, the same on every rank: `steps`, their metrics in order,
-        and `fault`, why the last one was not applied.
-        """
-        engine = self.actor.engine
-        report = {"steps": list(engine.reports), "fault": engine.fault}
-        engine.reports.clear()
+        """See `ComposerEngine.report`."""
+        report: dict[str, Any] = self.actor.engine.report()
         return report
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -3,11 +3,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from composer_verl.settings import VerlSettings
 
 from composer_core.plugins.builtin_settings import OBJECTIVE_SETTINGS, InlineSettings, RegexSettings
 from composer_core.plugins.contributions import Kind
 from composer_core.spec.model import Plugged, RunSpec
+from composer_verl.settings import VerlSettings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")

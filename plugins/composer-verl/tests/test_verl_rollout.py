@@ -236,6 +236,19 @@ def test_a_completion_ends_where_prompt_and_response_are_full(settings, policy):
     ]
 
 
+def test_a_smaller_window_and_ignoring_the_end_are_taken_from_the_configuration(settings, policy):
+    first = drawn(policy, [20]).tokens[0]
+
+    async def length(**changes):
+        to = HFServer(dataclasses.replace(settings, window=10, **changes))
+        to._eos = (first,)
+        await send(to, policy.state_dict().items())
+        return [len((await ask(to, [20], **params)).token_ids) for params in ({}, {"ignore_eos": False})]
+
+    assert asyncio.run(length()) == [1, 1]
+    assert asyncio.run(length(ignore_eos=True)) == [9, 1]  # 10 with the prompt
+
+
 def test_images_are_refused(settings):
     with pytest.raises(UsageError) as caught:
         asyncio.run(HFServer(settings).generate("r", prompt_ids=[20], sampling_params={}, image_data=["x"]))
@@ -290,10 +303,10 @@ def test_an_adapter_is_taken_without_being_merged(settings, policy, load):
     async def run():
         to = HFServer(dataclasses.replace(settings, load=load))
         if not load:
-            await send(to, base_of(model).items(), adapter=config)
+            await send(to, base_of(model).items(), adapter=config.to_dict())
         outputs = []
         for step, sent in enumerate((model, later)):
-            await send(to, get_peft_model_state_dict(sent).items(), step=step, adapter=config, whole=False)
+            await send(to, get_peft_model_state_dict(sent).items(), step=step, adapter=config.to_dict(), whole=False)
             outputs.append(await ask(to, [20, 21]))
         return outputs
 
@@ -309,7 +322,7 @@ def test_a_rollout_with_an_adapter_takes_no_weights_without_one(settings, policy
 
     async def run():
         to = HFServer(settings)
-        await send(to, base_of(model).items(), adapter=config)
+        await send(to, base_of(model).items(), adapter=config.to_dict())
         await send(to, policy.state_dict().items())
 
     with pytest.raises(RunFailed) as caught:
