@@ -56,7 +56,8 @@ class Tap:
         With the full support the gradient is formed at once and kept where the teacher's logits were: the backward
         never looks at the logits, so that a trainer's cross-entropy may have overwritten them by then. With another
         support a few numbers per token are kept, the teacher's logits can be freed, and the backward reads the
-        student's again: switch off a cross-entropy that works in place. Backpropagate once.
+        student's again, which stay alive until then: switch off a cross-entropy that works in place. Backpropagate
+        once.
 
         Args:
             at: (K,) int64, each below N; a row may stand there twice.

@@ -24,11 +24,11 @@ from composer_core.traces.tool_format import CLOSE, OPEN
 TOOLS_COLUMN = "tools"
 """Column with the definitions that the prompt was rendered with; a hint in the system message needs them."""
 
-
 _BARE_CALL = re.compile(r'\s*\{\s*"name"\s*:')
 """How a turn begins that is nothing but a call, where a template puts no marks around it (Llama 3)."""
 _CALLED = re.compile(r'"name"\s*:\s*"([\w.-]+)"')
 _UNPARSED = "call0"
+_NO_CALL = "this tool call cannot be parsed"
 
 
 def rollout_columns(
@@ -125,27 +125,42 @@ def _with_unparsed_call(step: Step) -> Step:
     """The step with the call that its text still holds, and what is wrong with that; else the step itself."""
     text = step.message if isinstance(step.message, str) else ""
     answer = text.rpartition("</think>")[2]
-    _, marked, body = answer.partition(OPEN)
-    if not marked and not _BARE_CALL.match(answer):
+    if OPEN in answer:
+        parts = answer.split(OPEN)[1:]
+    elif _BARE_CALL.match(answer):
+        parts = [answer]
+    else:
         return step
-    body, closed, _ = (body if marked else answer).partition(CLOSE)
-    said = _fault(body.strip(), closed=bool(closed) or not marked)
+    body, said = _first_fault(parts, marked=OPEN in answer)
     name = _CALLED.search(body)
-    call = ToolCall(id=_UNPARSED, name=name[1] if name else "", arguments=body.strip(), in_message=True)
+    call = ToolCall(id=_UNPARSED, name=name[1] if name else "", arguments=body, in_message=True)
     seen = Observation(_UNPARSED, said, is_error=True, extra={"message": {RAISED: True}})
     return replace(step, tool_calls=(call,), observations=(seen,))
 
 
+def _first_fault(parts: Sequence[str], *, marked: bool) -> tuple[str, str]:
+    """The first call that cannot be parsed, and why; where each could be, the last one and what is behind it."""
+    body = ""
+    for part in parts:
+        body, closed, _ = part.partition(CLOSE)
+        body = body.strip()
+        if said := _fault(body, closed=bool(closed) or not marked):
+            return body, said
+    return body, f"this tool call is not carried out: nothing may follow {CLOSE}" if marked else _NO_CALL
+
+
 def _fault(body: str, *, closed: bool) -> str:
-    """Why a call cannot be parsed, in words that the core's classifier takes for what they are."""
+    """Why a call cannot be parsed, in words that the core's classifier takes for what they are; "" where it can."""
     if not closed:
         return f"malformed JSON in a tool call: it does not end with {CLOSE}"
     if not body.startswith("{"):
-        return "this tool call cannot be parsed"
+        return _NO_CALL
     try:
         call = json.loads(body)
     except (ValueError, RecursionError) as error:
         return f"malformed JSON in a tool call: {error}"
     if not isinstance(call.get("name"), str):
         return 'malformed JSON in a tool call: it has no "name"'
+    if isinstance(call.get("arguments", {}), dict | None):
+        return ""
     return 'malformed JSON in a tool call: its arguments must be an object, as in {"name": ..., "arguments": {...}}'

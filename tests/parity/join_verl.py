@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,7 +41,7 @@ from composer_verl.engine import Composed, ComposerEngine
 from composer_verl.rows import FIELD, Sample, encode
 
 PACKED = "+packed"
-"""Behind the name of a case: sequences without padding in between, as on a GPU with flash attention."""
+"""Behind the name of a case: see `Verl`."""
 
 
 class Engine(ComposerEngine):
@@ -72,7 +73,10 @@ class Engine(ComposerEngine):
 
 
 class Verl:
-    """See the module."""
+    """See the module; `packed`: sequences lie one behind the other, as on a GPU with flash attention."""
+
+    def __init__(self, *, packed: bool = False) -> None:
+        self._packed = packed
 
     def refuses(self, case: Case) -> str | None:
         """What it has no code for."""
@@ -83,7 +87,7 @@ class Verl:
     def run(self, case: Case, folder: Path, scratch: Path) -> Sequence[Step]:
         """One batch, then the case's optimiser steps on it."""
         with alone():
-            return train(case, folder)
+            return train(case, folder, packed=self._packed)
 
 
 @contextmanager
@@ -96,7 +100,7 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def make_engine(case: Case, folder: Path) -> ComposerEngine:
+def make_engine(case: Case, folder: Path, *, packed: bool = False) -> ComposerEngine:
     """An engine with the table's policy, before its first step."""
     low = {"bfloat16": "bf16", "autocast": "bf16"}.get(case.dtype, "fp32")
     precision = {"param_dtype": low, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -106,7 +110,7 @@ def make_engine(case: Case, folder: Path) -> ComposerEngine:
         model_config=HFModelConfig(
             path=str(folder / case.model),
             override_config={"attn_implementation": "sdpa"},
-            use_remove_padding=False,
+            use_remove_padding=packed,
             lora_rank=0 if case.adapter == "none" else 4,
         ),
         engine_config=FSDPEngineConfig(
@@ -141,14 +145,14 @@ def actor_config(case: Case, loss_mode: str) -> ActorConfig:
     )
 
 
-def train(case: Case, folder: Path, *, share: range = range(len(REWARDS)), world: int = 1) -> list[Step]:
+def train(case: Case, folder: Path, *, share: range = range(len(REWARDS)), packed: bool = False) -> list[Step]:
     """The case's optimiser steps on this process' share of the rollouts."""
-    loss, engine = composite(case), make_engine(case, folder)
+    loss, engine = composite(case), make_engine(case, folder, packed=packed)
     data = batch_of(case, folder, loss, share=share)
     tu.assign_non_tensor(
         data,
         temperature=case.temperature,
-        use_remove_padding=False,
+        use_remove_padding=packed,
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=case.micro_batch,
         global_batch_size=len(REWARDS),
@@ -246,8 +250,8 @@ def _rank(rank: int, folder: Path, models: Path, names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     for name in names:
-        case = next(case for case in CASES if case.id == name)
-        steps = train(case, models, share=range(rank * 4, rank * 4 + 4), world=2)
+        case = next(replace(case, micro_batch=2) for case in CASES if case.id == name.removesuffix(PACKED))
+        steps = train(case, models, share=range(rank * 4, rank * 4 + 4), packed=name.endswith(PACKED))
         for number, step in enumerate(steps, start=1):
             save_file(dict(step.gradients), folder / f"{name}-{number}-{rank}.safetensors")
         (folder / f"{name}-{rank}.json").write_text(json.dumps([dict(step.losses) for step in steps]))

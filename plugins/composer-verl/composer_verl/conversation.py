@@ -193,18 +193,7 @@ def begin(
     prompt = row["prompt"]
     if environment is not None and (said := environment.reset(**row)) is not None:
         prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + said}]
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-    else:
-        # None, not []: some templates write a heading for an empty list
-        ids = tokenizer.apply_chat_template(
-            prompt,
-            tools=program.schemas or None,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **options,
-        )
+    ids = prompt_ids(prompt, program.schemas, tokenizer=tokenizer, options=options)
     longest, room = limits
     if len(ids) > longest:
         raise UsageError(
@@ -212,7 +201,24 @@ def begin(
             at="data.prompts",
             fix="shorter prompts, or a higher data.max_tokens",
         )
-    return Conversation(row, prompt, list(ids), room, tokenizer, options)
+    return Conversation(row, prompt, ids, room, tokenizer, options)
+
+
+def prompt_ids(
+    prompt: str | list[Message], schemas: Sequence[Mapping[str, Any]], *, tokenizer: Any, options: Row
+) -> list[int]:
+    """What the policy reads first: a text as it is, chat messages through the template, with the tools' definitions."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    ids = tokenizer.apply_chat_template(
+        prompt,
+        tools=list(schemas) or None,  # None, not []: some templates write a heading for an empty list
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+        **options,
+    )
+    return list(ids)
 
 
 async def call_tools(calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Tool]) -> tuple[list[Message], int]:

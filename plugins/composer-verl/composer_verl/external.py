@@ -17,7 +17,7 @@ def leave_trl_alone() -> None:
     verl 0.9.1 does so for every model where trl is installed, and trl 1.16 has no such class: without this no engine
     could be built in an environment that holds both.
     """
-    monkey_patch.is_trl_available = lambda: False
+    monkey_patch.is_trl_available = lambda: False  # type: ignore[attr-defined, assignment]
 
 
 leave_trl_alone()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from composer_core.errors import Problem
-from composer_verl.upstream import UNSET, leaves, resolved
+from composer_verl.upstream import UNSET, leaves
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -211,7 +211,7 @@ def option_problems(options: Mapping[str, Any], config: Mapping[str, Any], *, ow
     """
     if not options:
         return
-    defaults = dict(leaves(resolved(config)))
+    defaults = dict(leaves(config))
     for key, value in options.items():
         problem, fix = _wrong(key, value, defaults, own=own)
         if problem:
@@ -229,8 +229,9 @@ def _wrong(key: str, value: Any, defaults: Mapping[str, Any], *, own: bool) -> t
             return REFUSED[refused], "leave it out"
     if key in defaults:
         wanted = _wanted(key, defaults[key])
-        fits = wanted is None or _fits(value, wanted)
-        return ("", "") if fits else (f"verl wants {wanted.__name__ if wanted else ''} here, got {value!r}", "")
+        if wanted is None or _fits(value, wanted):
+            return "", ""
+        return f"verl wants {wanted.__name__} here, got {value!r}", ""
     if _is_open(key, defaults):
         return "", ""
     if any(name.startswith(f"{key}.") for name in defaults):
@@ -264,8 +265,8 @@ def _near(key: str, defaults: Mapping[str, Any]) -> str:
 
 
 def _wanted(key: str, default: Any) -> type | None:
-    if default is None or default == UNSET:
-        return None
+    if default is None or default == UNSET or (isinstance(default, str) and "${" in default):
+        return None  # anything: of what follows another key verl's own classes know the type
     return float if key in FLOATS else type(default)
 
 

@@ -26,7 +26,9 @@ from composer_verl.weights import Bucket, Weights
 WINDOW_S = 0.02
 """How long a batch waits for company, in seconds: the agent loops of one step send their requests within it."""
 
-Waiting = tuple[Request, "asyncio.Future[Completion]"]
+Answer = tuple[Completion, int | None]
+"""What a request drew, and the step of the weights it drew with."""
+Waiting = tuple[Request, "asyncio.Future[Answer]"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,16 +138,16 @@ class HFServer:
         if image_data or video_data:
             raise UsageError("composer_hf reads text only", at="rollout", fix="use rollout: vllm or sglang")
         request = self._request(request_id, prompt_ids, sampling_params)
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait((request, future))
         if self._serving is None:
             self._serving = asyncio.create_task(self._serve())
-        completion = await future
+        completion, step = await future
         return TokenOutput(
             token_ids=completion.tokens,
             log_probs=completion.logps,
             stop_reason="completed",  # what verl's own servers say, at a limit too
-            extra_fields={"global_steps": self._global_steps},
+            extra_fields={"global_steps": step},
         )
 
     async def update_weights(
@@ -211,6 +213,7 @@ class HFServer:
             batch = await self._next_batch()
             await self._settled.wait()
             batch = [waiting for waiting in batch if not waiting[1].done()]  # done: its caller went away
+            step = self._global_steps  # now: an update may follow before the answers are out
             try:
                 completions = await self._completed([request for request, _ in batch])
             except Exception as error:
@@ -220,7 +223,7 @@ class HFServer:
             else:
                 for (_, future), completion in zip(batch, completions, strict=True):
                     if not future.done():
-                        future.set_result(completion)
+                        future.set_result((completion, step))
 
     async def _next_batch(self) -> list[Waiting]:
         batch = [await self._queue.get()]

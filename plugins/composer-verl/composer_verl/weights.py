@@ -55,9 +55,9 @@ class Weights:
         self._left: set[str] = set()
 
     def begin(self, adapter: Mapping[str, Any] | None = None, *, whole: bool = True) -> None:
-        """Expect the whole model, or (`whole` false) the adapter alone; `adapter` are the fields of peft's configuration.
+        """Expect the whole model, or (`whole` false) the adapter alone.
 
-        The first adapter is put on the model here.
+        `adapter` are the fields of peft's configuration; the first one is put on the model here.
 
         Raises:
             RunFailed: the model has an adapter already, of which a run without one could not know.
@@ -101,7 +101,7 @@ class Weights:
     def _wrap(self, adapter: Mapping[str, Any]) -> None:
         from peft import PeftConfig, get_peft_model
 
-        config = PeftConfig.from_peft_type(**adapter)
+        config = PeftConfig.from_peft_type(**adapter)  # type: ignore[no-untyped-call]
         # Without autocast: the adapter stays in the model's own dtype, as all that is written here.
         self.model = get_peft_model(self.model, config, autocast_adapter_dtype=False).eval()
         self._adapted = True

@@ -14,11 +14,14 @@ from verl.workers.rollout.replica import TokenOutput
 from composer_core.data.tool_checks import tool_schemas
 from composer_core.data.tools import load_tools
 from composer_core.errors import RunFailed, UsageError
+from composer_core.plugins.registry import Registry
+from composer_core.spec.load import load_spec
+from composer_core.spec.plan import make_plan
 from composer_core.spec.sections import RolloutSpec
 from composer_core.traces.error_sites import rollout_sites
 from composer_verl import agent_loop
 from composer_verl.agent_loop import ComposerAgentLoop
-from composer_verl.conversation import Program, seed_of
+from composer_verl.conversation import Program, program_of, seed_of
 from composer_verl.records import EXTRA, ROW, Copies, Record, reward_arguments, rollout_texts
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -384,6 +387,38 @@ def test_channels_get_ids_flags_and_columns(roll):
     assert text.action == [flag == 1 for flag in done.out.response_mask]
     assert {name: text.columns[name] for name in CHAT} == CHAT
     assert [site["kind"] for site in text.columns["error_sites"]] == ["type_error"]
+
+
+SPEC = """\
+version: 1
+name: t
+seed: 5
+model: {path: ./model}
+data:
+  prompts: {path: prompts.jsonl}
+  rewards: [{use: exact-match}]
+rollout: {max_turns: 3, tools: ["./own.py:look"], environment: {use: python, factory: "./own.py:Shelf"}}
+loss: {objective: {use: grpo}}
+train: {steps: 2, prompts_per_step: 2, group_size: 2, max_completion_tokens: 32}
+backend: {use: verl}
+executor: {use: inline}
+"""
+
+
+def test_a_plan_gives_its_program_once_in_a_process(tmp_path):
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(CHAT) + "\n")
+    (tmp_path / "model").mkdir()
+    registry = Registry.discover()
+    plan = json.dumps(make_plan(load_spec(tmp_path / "spec.yaml", registry), registry).to_json())
+    program = program_of(plan)
+    assert (program.seed, program.max_turns) == (5, 3)
+    assert [schema["function"]["name"] for schema in program.schemas] == ["look", "put"]
+    with program.environment() as one, program.environment() as other:
+        assert one is not other
+        assert program.callable_in(other)["put"].__self__ is other
+    assert program_of(plan) is program
 
 
 def test_verl_finds_the_loop_by_its_name():

@@ -16,6 +16,8 @@ from composer_core.loss.presets import PRESETS
 from composer_verl.config import derive
 from composer_verl.objectives import NATIVE, is_native
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [2, 3, 1, 2, 4]
 RESPONSES = [6, 1, 5, 4, 6]
 LONGEST = 16

@@ -44,6 +44,7 @@ def test_verls_own_platforms_are_asked_first():
     assert names.index("cpu") > max(names.index(name) for name in own)
 
 
+@pytest.mark.slow
 def test_importing_verl_registers_it_and_the_module_is_light():
     program = (
         "import sys, composer_verl.platform_cpu as p\n"

@@ -150,6 +150,24 @@ UNPARSED = {
         "look",
     ),
     "another-form": ("<tool_call>look<arg_key>k</tool_call>", "runtime_error", "this tool call cannot be parsed", ""),
+    "second-of-two": (
+        '<tool_call>{"name": "look", "arguments": {}}</tool_call>\n<tool_call>{"name": "lok", }</tool_call>',
+        "json_decode",
+        "malformed JSON in a tool call: Expecting property name enclosed in double quotes: line 1 column 17 (char 16)",
+        "lok",
+    ),
+    "words-behind-it": (
+        '<tool_call>{"name": "look", "arguments": {}}</tool_call> Done.',
+        "runtime_error",
+        "this tool call is not carried out: nothing may follow </tool_call>",
+        "look",
+    ),
+    "bare-in-another-form": (
+        '{"name": "look", "parameters": {}} Done.',
+        "json_decode",
+        "malformed JSON in a tool call: Extra data: line 1 column 36 (char 35)",
+        "look",
+    ),
     "without-marks": (
         '{"name": "look", "parameters": {]}',
         "json_decode",
