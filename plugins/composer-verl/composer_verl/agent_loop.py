@@ -20,6 +20,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 from composer_core.errors import ComposerError, RunFailed
 from composer_verl.conversation import Conversation, Program, begin, call_tools, program_of, seed_of
 from composer_verl.records import EXTRA, ROW, failed
+from composer_verl.rows import unpacked
 
 NAME = "composer"
 """What `actor_rollout_ref.rollout.agent.default_agent_loop` is set to."""
@@ -50,7 +51,7 @@ class ComposerAgentLoop(AgentLoopBase):
             return self._failed(RunFailed(f"a rollout failed: {type(error).__name__}: {error}"))
 
     async def _roll_out(self, sampling_params: Mapping[str, Any], sample: Mapping[str, Any]) -> AgentLoopOutput:
-        program = program_of(self.config.actor_rollout_ref.composer.plan)
+        program = program_of(unpacked(self.config.actor_rollout_ref.composer.plan))
         with program.environment() as environment:
             talk = begin(
                 json.loads(sample[ROW]),

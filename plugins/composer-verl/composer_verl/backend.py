@@ -10,22 +10,28 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 
+import ray
 import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayError, RayTaskError
 
-from composer_core.errors import ComposerError, NonFinite, RunFailed
+from composer_core.data.tool_checks import tool_schemas
+from composer_core.data.tools import load_tools
+from composer_core.errors import ComposerError, NonFinite, RunFailed, UsageError
 from composer_core.loss.composite import CompositeLoss
 from composer_core.protocols import TrainResult
 from composer_core.run.context import RunContext
 from composer_core.run.state import load_state, save_state
+from composer_core.traces.tool_format import require_tool_format
 from composer_verl import surface
-from composer_verl.cluster import cluster
-from composer_verl.config import machine_fields
+from composer_verl.cluster import LOCAL, cluster
+from composer_verl.config import machine_fields, prompt_fields
+from composer_verl.conversation import prompt_ids
+from composer_verl.rows import packed
 from composer_verl.settings import VerlSettings
 from composer_verl.trainer import ComposerTrainer
 
@@ -45,12 +51,15 @@ class VerlBackend:
 
     def train(self, run: RunContext, loss: CompositeLoss) -> TrainResult:
         """Train to `train.steps`, or to the end of the generation after which `run.stop_reason()` gives a reason."""
-        config = config_of(run)
+        cuda = torch.cuda.is_available()
+        config = config_of(run, cuda=cuda)
         options = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
-        with _told_plainly(), cluster(options, logs=run.logs, environment=_environment()), _queue(config):
-            trainer = ComposerTrainer(config, run, loss, self.settings)
-            trainer.start()
-            return _Training(trainer, run).run_steps()
+        with _told_plainly(), _quiet(run.logs), cluster(options, logs=run.logs, environment=_environment(cuda=cuda)):
+            _check_gpus(self.settings, cuda=cuda)
+            with _queue(config):
+                trainer = ComposerTrainer(config, run, loss, self.settings)
+                trainer.start()
+                return _Training(trainer, run).run_steps()
 
 
 class _Training:
@@ -116,14 +125,24 @@ class _Training:
             self._save(before)
 
 
-def config_of(run: RunContext) -> DictConfig:
-    """The plan's configuration with what this run and this machine add."""
+def config_of(run: RunContext, *, cuda: bool) -> DictConfig:
+    """The plan's configuration with what this run and this machine add.
+
+    Args:
+        run: the run.
+        cuda: whether this machine has GPUs.
+
+    Raises:
+        UsageError: a tool, or the model's chat template, is not as rollouts need it.
+    """
+    folder = run.model_folder()
     config = OmegaConf.create(dict(run.upstream))
     flash = importlib.util.find_spec("flash_attn") is not None
     fields = {
-        **machine_fields(run.spec, cuda=torch.cuda.is_available(), flash_attention=flash),
-        "actor_rollout_ref.model.path": str(run.model_folder()),
-        "actor_rollout_ref.composer.plan": run.plan_file.read_text(encoding="utf-8"),
+        **machine_fields(run.spec, cuda=cuda, flash_attention=flash),
+        **prompt_fields(_longest_prompt(run, folder)),
+        "actor_rollout_ref.model.path": str(folder),
+        "actor_rollout_ref.composer.plan": packed(run.plan_file.read_bytes()),
         "trainer.default_local_dir": str(run.scratch),
     }
     for key, value in fields.items():
@@ -131,14 +150,51 @@ def config_of(run: RunContext) -> DictConfig:
     return config
 
 
-def _environment() -> dict[str, str]:
+def _longest_prompt(run: RunContext, folder: Path) -> int:
+    """Tokens that a prompt may have: those of the longest, or what verl was going to allow, whichever is more.
+
+    An environment's own words come on top, so with one the spec's limit is what there is.
+    """
+    from composer_core.hf.models import load_tokenizer
+
+    schemas = []
+    tokenizer = load_tokenizer(folder, trust_remote_code=run.spec.model.trust_remote_code)
+    if run.spec.rollout is not None:
+        schemas = tool_schemas(load_tools(run.spec.rollout).all)
+        require_tool_format(tokenizer, at=str(folder))
+    rows = [*run.prompts(), *run.eval_prompts()]
+    lengths = [len(prompt_ids(row["prompt"], schemas, tokenizer=tokenizer, options={})) for row in rows]
+    return max(run.upstream["data"]["max_prompt_length"], *lengths)
+
+
+def _environment(*, cuda: bool) -> dict[str, str]:
     """Of verl's processes, beside what they inherit from this one where Ray runs on this machine."""
+    # some have no GPU of their own, and must not take the machine for one without
+    platform = {"VERL_PLATFORM": "nvidia" if cuda else "cpu"}
     # a cross-entropy that works in place would change the logits under the channels (loss/tap.py)
     own = {"VERL_DISABLE_FLASH_ATTN_CE": "1", "TRANSFER_QUEUE_ENABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return {
+        **platform,
         **own,
         **{name: os.environ[name] for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if name in os.environ},
     }
+
+
+def _check_gpus(settings: VerlSettings, *, cuda: bool) -> None:
+    """A driver without a GPU takes the whole cluster for one without: verl finds its platform in this process."""
+    if settings.ray != LOCAL and not cuda and ray.cluster_resources().get("GPU"):
+        raise UsageError(
+            "the Ray cluster has GPUs and the machine that drives the run has none",
+            at="backend.ray",
+            fix="start the run on a machine of the cluster that has one",
+        )
+
+
+@contextmanager
+def _quiet(logs: Path) -> Iterator[None]:
+    """What verl prints in this process goes to a file: the progress display has the console."""
+    with (logs / "verl.log").open("a", encoding="utf-8") as file, redirect_stdout(file):
+        yield
 
 
 @contextmanager

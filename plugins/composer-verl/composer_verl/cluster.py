@@ -6,6 +6,7 @@ long. When the run fails, what its processes wrote goes to `logs/ray/`. Nothing 
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -35,7 +36,12 @@ def cluster(options: Mapping[str, Any], *, logs: Path, environment: Mapping[str,
     Raises:
         MissingError: nothing answers at the address.
     """
-    wanted = {**options, "log_to_driver": False, "runtime_env": {"env_vars": dict(environment)}}
+    wanted = {
+        **options,
+        "log_to_driver": False,
+        "logging_level": logging.WARNING,
+        "runtime_env": {"env_vars": dict(environment)},
+    }
     if wanted["address"] == LOCAL:
         with _own(wanted, logs):
             yield

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -99,6 +99,16 @@ class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         self._step = state["step"]
         if self._composition is not None:
             self._composition.load_state_dict(state["composition"])
+
+    def _build_fsdp_module(self, module: Any) -> Any:
+        """See `FSDPEngine`. A reference is offloaded to the CPU, in memory pinned for a GPU; on the CPU it is there."""
+        own = self.engine_config
+        if own.forward_only and get_device_name() == "cpu":
+            self.engine_config = replace(own, forward_only=False)
+        try:
+            return super()._build_fsdp_module(module)
+        finally:
+            self.engine_config = own
 
     # -- one optimiser step ------------------------------------------------------------------------------------------
 

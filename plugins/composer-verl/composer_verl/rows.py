@@ -7,6 +7,7 @@ Letters: S sequences, N tokens packed.
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,16 @@ class Sample:
     def filler(self) -> bool:
         """Whether it is no rollout."""
         return not self.uid
+
+
+def packed(plan: bytes) -> str:
+    """plan.json as text that OmegaConf takes for nothing but text: a plan may hold `${env:NAME}`."""
+    return base64.b64encode(plan).decode("ascii")
+
+
+def unpacked(text: str) -> str:
+    """What `packed` was given."""
+    return base64.b64decode(text).decode("utf-8")
 
 
 def encode(samples: Sequence[Sample]) -> Tensor:

@@ -20,6 +20,7 @@ from composer_core.run.rebuild import Rebuilt, rebuild
 from composer_verl.checkpoint import export_model, load_engine, save_engine
 from composer_verl.engine import Composed, ComposerEngine, register_engine
 from composer_verl.objectives import is_native, policy_loss_name
+from composer_verl.rows import unpacked
 
 
 class ComposerWorker(ActorRolloutRefWorker):  # type: ignore[misc]
@@ -34,7 +35,7 @@ class ComposerWorker(ActorRolloutRefWorker):  # type: ignore[misc]
                 engine than this package's.
         """
         join_on_cpu()
-        rebuilt = rebuild(json.loads(self.config.composer.plan))
+        rebuilt = rebuild(json.loads(unpacked(self.config.composer.plan)))
         register_engine()
         super().init_model()
         engine = self.actor.engine
