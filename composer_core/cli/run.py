@@ -13,7 +13,7 @@ from composer_core.cli.common import GlobalOptions, OverridesArgument, SpecArgum
 from composer_core.errors import ComposerError
 
 if TYPE_CHECKING:
-    from composer_core.protocols import Executor, Job
+    from composer_core.jobs import Executor, Job
     from composer_core.run.directory import RunDirectory
     from composer_core.spec.load import LoadedSpec
     from composer_core.spec.plan import Plan
@@ -86,8 +86,8 @@ def _write_inputs(directory: RunDirectory, loaded: LoadedSpec, plan: Plan) -> No
 
 
 def _job(options: GlobalOptions, directory: RunDirectory, *, name: str, quiet: bool, resume: int | None) -> Job:
+    from composer_core.jobs import Job
     from composer_core.plugins.registry import DISABLE_VARIABLE
-    from composer_core.protocols import Job
     from composer_core.run.directory import DEBUG_VARIABLE
 
     environment = {}

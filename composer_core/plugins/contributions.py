@@ -15,11 +15,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from composer_core.errors import MissingError
+from composer_core.jobs import Executor
 from composer_core.plugins.settings import NoSettings, Settings
 from composer_core.protocols import (
     Aggregation,
     Backend,
-    Executor,
     HintTemplate,
     LossChannel,
     Need,

@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from types import FrameType
 
 from composer_core.errors import RunFailed, Stopped, UsageError
+from composer_core.jobs import Job, JobHandle, JobState, JobStatus
 from composer_core.plugins.builtin_settings import InlineSettings
-from composer_core.protocols import Job, JobHandle, JobState, JobStatus
 from composer_core.run.control import INTERRUPTED_TWICE, PARENT_VARIABLE
 from composer_core.run.directory import RunDirectory
 from composer_core.run.processes import death
@@ -69,14 +70,20 @@ class InlineExecutor:
             return JobStatus(JobState.RUNNING)
         if handle.id in self._cancelled:
             return JobStatus(JobState.CANCELLED, code)
-        return JobStatus(JobState.DONE if code == 0 else JobState.FAILED, code)
+        return JobStatus(JobState.SUCCEEDED if code == 0 else JobState.FAILED, code)
 
-    def stream_logs(self, handle: JobHandle) -> Iterator[str]:
-        """Lines of logs/worker.log so far, then new ones until the job ends."""
+    def stream_logs(self, handle: JobHandle, *, follow: bool = True, last: int | None = None) -> Iterator[str]:
+        """Of logs/worker.log."""
+        known = list(self._lines(handle, follow=False))
+        yield from known if last is None else known[max(0, len(known) - last) :]
+        if follow:
+            yield from islice(self._lines(handle, follow=True), len(known), None)
+
+    def _lines(self, handle: JobHandle, *, follow: bool) -> Iterator[str]:
         _, directory = self._started[handle.id]
         log, offset, rest = directory.logs / "worker.log", 0, ""
         while True:
-            over = self.poll(handle).state is not JobState.RUNNING  # before reading: what came last is still read
+            over = not follow or self.poll(handle).state is not JobState.RUNNING  # before reading: what came last is still read
             if log.is_file():
                 with log.open(encoding="utf-8", errors="replace") as file:
                     file.seek(offset)
@@ -86,7 +93,7 @@ class InlineExecutor:
             if over:
                 break
             time.sleep(LOG_POLL_SECONDS)
-        if rest:
+        if rest and self.poll(handle).state is not JobState.RUNNING:  # else it is half a line
             yield rest
 
     def cancel(self, handle: JobHandle) -> None:

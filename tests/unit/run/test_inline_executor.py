@@ -5,7 +5,7 @@ import pytest
 
 from composer_core.errors import UsageError
 from composer_core.plugins.builtin_settings import InlineSettings
-from composer_core.protocols import Job, JobHandle, JobState, JobStatus
+from composer_core.jobs import Job, JobHandle, JobState, JobStatus
 from composer_core.run.directory import RunState, create_run
 from composer_core.run.inline import InlineExecutor
 
@@ -91,7 +91,7 @@ def test_a_job_is_running_until_it_is_cancelled(directory):
     assert directory.state() == RunState("stopped", "stopped before the worker was up; last complete checkpoint: none")
 
 
-@pytest.mark.parametrize(("code", "state"), [(0, JobState.DONE), (4, JobState.FAILED)], ids=["done", "failed"])
+@pytest.mark.parametrize(("code", "state"), [(0, JobState.SUCCEEDED), (4, JobState.FAILED)], ids=["done", "failed"])
 def test_poll_reads_the_exit_code(directory, code, state):
     inline = executor()
     handles = inline.launch(job(directory, f"import sys; sys.exit({code})"))

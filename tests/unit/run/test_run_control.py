@@ -214,7 +214,7 @@ def test_a_worker_whose_command_is_killed_stops_after_its_step(planned, tmp_path
         import sys
         from pathlib import Path
         from composer_core.plugins.builtin_settings import InlineSettings
-        from composer_core.protocols import Job
+        from composer_core.jobs import Job
         from composer_core.run.inline import InlineExecutor
         plan = Path(sys.argv[1])
         inline = InlineExecutor(InlineSettings())

@@ -1,0 +1,106 @@
+"""What an executor starts, how it names what it started, and what it must be able to do with it later.
+
+    launch    all replicas of a job, or none of them
+    poll      where one stands, asked by any process: a handle is JSON, and a ledger in the run directory keeps them
+    collect   wait, start failed replicas again, bring results back
+
+One replica is one worker process (`run/worker.py`) and what that starts. Light: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an executor starts: the same command once for each replica."""
+
+    name: str
+    """Of the run, unique: what it is called at a service, and the label by which leftovers are found."""
+    argv: tuple[str, ...]
+    """Arguments behind the interpreter, which is the executor's choice: `-m composer_core.run.worker ...`."""
+    run_dir: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
+    """Names of environment variables to pass on; values never travel in a plan."""
+    replicas: int = 1
+    time_limit_s: float | None = None
+    """After which the service ends it, and so do we; None: no limit."""
+    store: str = ""
+    """Where results travel to without a shared disk, a URI; "": the disk is shared."""
+
+
+class JobState(StrEnum):
+    """Where a replica stands."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+    """The service does not know it, or does not answer: it may run, and it has not succeeded."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it will not change any more."""
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+@dataclass(frozen=True)
+class JobHandle:
+    """A started replica, as JSON-able facts: a later process can attach to it."""
+
+    executor: str
+    rank: int
+    id: str
+    """The service's own."""
+    attempt: int = 0
+    """How often this replica was started before."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What the executor needs to find it again: a log file, a start time."""
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """What `poll` found."""
+
+    state: JobState
+    exit_code: int | None = None
+    reason: str = ""
+    """Why it waits or how it ended: `timeout`, `oom`, `preempted`, `unschedulable`, `cancelled`, or the service's words."""
+
+
+class Executor(Protocol):
+    """A place to run a job. Constructed with its settings, it runs in the control process."""
+
+    def render(self, job: Job) -> Mapping[str, str]:
+        """The files or commands it would use, name -> text; changes nothing."""
+        ...
+
+    def launch(self, job: Job) -> list[JobHandle]:
+        """Start all replicas or none."""
+        ...
+
+    def poll(self, handle: JobHandle) -> JobStatus:
+        """Ask the service."""
+        ...
+
+    def stream_logs(self, handle: JobHandle, *, follow: bool = True, last: int | None = None) -> Iterator[str]:
+        """The last lines so far, all where `last` is None; then new ones until the job ends, where `follow`. None
+        twice, none left out.
+        """
+        ...
+
+    def cancel(self, handle: JobHandle) -> None:
+        """Ask the job to stop (the worker saves and ends with exit code 5), and make sure that nothing of it is left."""
+        ...
+
+    def collect(self, handles: Sequence[JobHandle]) -> int:
+        """Wait for the end, bring results into the run directory, return the worst exit code."""
+        ...

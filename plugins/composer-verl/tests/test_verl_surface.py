@@ -1,0 +1,155 @@
+"""What the check at start says of a verl that differs, and of one that did not load our platform."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+import ray
+import torch
+from transfer_queue import KVBatchMeta
+from verl.plugin.platform import PlatformRegistry
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead
+from verl.workers.rollout import base
+
+import composer_verl.platform_cpu
+from composer_verl import surface
+from composer_verl.rollout import ServerAdapter
+
+OURS = EntryPoint("composer_cpu", "composer_verl.platform_cpu", "verl.plugins")
+
+
+def test_today_s_install_has_no_problems_and_asking_starts_no_ray(monkeypatch):
+    monkeypatch.delenv(surface.POLICY, raising=False)
+    assert surface.problems() == []
+    assert not ray.is_initialized()
+
+
+def test_another_release_is_named(monkeypatch):
+    monkeypatch.setattr(surface, "version", lambda name: "0.10.0")
+    assert surface.problems() == ["verl 0.10.0 is installed; composer-verl is written against verl 0.9"]
+
+
+def test_a_method_with_other_arguments_is_named_with_both(monkeypatch):
+    monkeypatch.setattr(FSDPEngineWithLMHead, "forward_step", lambda self, micro_batch, loss_function: None)
+    assert surface.problems() == [
+        "verl 0.9.1: FSDPEngineWithLMHead.forward_step takes (self, micro_batch, loss_function), "
+        "expected (self, micro_batch, loss_function, forward_only)"
+    ]
+
+
+def test_a_method_that_is_gone_is_named(monkeypatch):
+    monkeypatch.delattr(FSDPEngine, "lr_scheduler_step")
+    monkeypatch.delattr("verl.workers.engine.base.BaseEngine.lr_scheduler_step")
+    assert surface.problems() == [
+        "verl 0.9.1: verl.workers.engine.fsdp.transformer_impl has no FSDPEngineWithLMHead.lr_scheduler_step"
+    ]
+
+
+def test_a_method_of_ours_that_verl_calls_no_more_is_named(monkeypatch):
+    def step(self, metrics, timing_raw):
+        """One that has other names for its parts."""
+
+    monkeypatch.setattr(PPOTrainer, "step", step)
+    (found,) = surface.problems()
+    assert found.startswith("verl 0.9.1: PPOTrainerSync neither has nor uses _")
+    assert "_compute_reward_colocate" in found
+
+
+def test_a_field_that_is_gone_is_named(monkeypatch):
+    fields = {name: field for name, field in KVBatchMeta.__dataclass_fields__.items() if name != "tags"}
+    monkeypatch.setattr(KVBatchMeta, "__dataclass_fields__", fields)
+    assert surface.problems() == ["verl 0.9.1: KVBatchMeta has no field tags"]
+
+
+def test_a_private_table_that_is_gone_is_named(monkeypatch):
+    monkeypatch.delattr(base, "_ROLLOUT_REGISTRY")
+    assert surface.problems() == ["verl 0.9.1: verl.workers.rollout.base has no _ROLLOUT_REGISTRY"]
+
+
+def test_a_module_that_is_gone_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verl.utils.debug", None)
+    assert surface.problems() == [
+        "verl 0.9.1: verl.utils.debug cannot be imported: import of verl.utils.debug halted; None in sys.modules"
+    ]
+
+
+def test_an_abstract_method_that_we_do_not_have_is_named(monkeypatch):
+    monkeypatch.setattr(ServerAdapter, "__abstractmethods__", frozenset({"pause"}))
+    assert surface.problems() == ["verl 0.9.1: it wants pause of ServerAdapter"]
+
+
+# -- the platform ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unregistered(monkeypatch):
+    """A machine without a GPU on which verl has not loaded our platform."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv(surface.POLICY, raising=False)
+    others = {name: kind for name, kind in PlatformRegistry._platforms.items() if name != "cpu"}
+    monkeypatch.setattr(PlatformRegistry, "_platforms", others)
+    monkeypatch.setattr(surface, "entry_points", lambda group: [OURS])
+    return monkeypatch
+
+
+def test_metadata_without_the_entry_point(unregistered):
+    unregistered.setattr(surface, "entry_points", lambda group: [])
+    assert list(surface.plugin_problems()) == [
+        "this machine has no GPU, and verl finds no entry point composer_cpu in the group verl.plugins: the metadata "
+        "of composer-verl is incomplete; install it again"
+    ]
+
+
+@pytest.mark.parametrize("policy", ["none", "other,another"])
+def test_a_variable_that_keeps_it_out_of_verl_s_processes(unregistered, policy):
+    unregistered.setenv(surface.POLICY, policy)
+    assert list(surface.plugin_problems()) == [
+        f"this machine has no GPU, and VERL_USE_EXTERNAL_PLUGINS={policy} keeps verl from loading its platform for "
+        "one; unset it, or add composer_cpu"
+    ]
+
+
+def test_a_list_that_names_it_keeps_nothing_out(unregistered):
+    unregistered.setenv(surface.POLICY, "other, composer_cpu")
+    unregistered.setattr(PlatformRegistry, "_platforms", {"cpu": composer_verl.platform_cpu.PlatformCPU})
+    assert list(surface.plugin_problems()) == []
+
+
+def test_the_error_that_verl_swallowed_is_told(unregistered):
+    broken = EntryPoint("composer_cpu", "composer_verl.not_there", "verl.plugins")
+    unregistered.setattr(surface, "entry_points", lambda group: [broken])
+    assert list(surface.plugin_problems()) == [
+        "this machine has no GPU, and verl could not load its platform for one, composer_verl.not_there: "
+        "ModuleNotFoundError: No module named 'composer_verl.not_there'"
+    ]
+
+
+def test_a_platform_that_loads_only_now_is_told_too(unregistered):
+    assert list(surface.plugin_problems()) == [
+        "this machine has no GPU, and verl could not load its platform for one, composer_verl.platform_cpu, which can "
+        "be loaded now: something else failed while verl was imported; start again"
+    ]
+
+
+def test_a_machine_with_gpus_needs_no_platform_of_ours(unregistered):
+    unregistered.setattr(torch.cuda, "is_available", lambda: True)
+    unregistered.setattr(surface, "entry_points", lambda group: [])
+    assert list(surface.plugin_problems()) == []
+
+
+@pytest.mark.slow
+def test_in_a_real_process_verl_says_nothing_and_the_check_does():
+    program = (
+        "from composer_verl.settings import VerlSettings\n"
+        "from composer_verl.backend import VerlBackend\n"
+        "print(VerlBackend(VerlSettings()).check())"
+    )
+    environment = {**os.environ, surface.POLICY: "none"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == (
+        "['this machine has no GPU, and VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading its platform for one; "
+        "unset it, or add composer_cpu']"
+    )
