@@ -73,7 +73,8 @@ class JobStatus:
     state: JobState
     exit_code: int | None = None
     reason: str = ""
-    """Why it waits or how it ended: `timeout`, `oom`, `preempted`, `unschedulable`, `cancelled`, or the service's words."""
+    """Why it waits or how it ended: `timeout`, `oom`, `preempted`, `unschedulable`, `cancelled`, or the service's own
+    words."""
 
 
 class Executor(Protocol):
@@ -98,7 +99,7 @@ class Executor(Protocol):
         ...
 
     def cancel(self, handle: JobHandle) -> None:
-        """Ask the job to stop (the worker saves and ends with exit code 5), and make sure that nothing of it is left."""
+        """Ask the job to stop (the worker saves and ends with exit code 5); nothing of it is left afterwards."""
         ...
 
     def collect(self, handles: Sequence[JobHandle]) -> int:

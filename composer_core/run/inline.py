@@ -83,7 +83,8 @@ class InlineExecutor:
         _, directory = self._started[handle.id]
         log, offset, rest = directory.logs / "worker.log", 0, ""
         while True:
-            over = not follow or self.poll(handle).state is not JobState.RUNNING  # before reading: what came last is still read
+            # before reading: what came last is still read
+            over = not follow or self.poll(handle).state is not JobState.RUNNING
             if log.is_file():
                 with log.open(encoding="utf-8", errors="replace") as file:
                     file.seek(offset)

@@ -31,8 +31,8 @@ class Replica:
     command: tuple[str, ...]
     """Program and arguments, the interpreter included."""
     env: Mapping[str, str]
-    """All that it is to get beside what the machine has, with the contract's `COMPOSER_*` and the secrets' values: never
-    write it to a file that others can read, and never to one that stays."""
+    """All that it is to get beside what the machine has, the contract's `COMPOSER_*` and the secrets' values among it:
+    never write it to a file that others can read, and never to one that stays."""
     folder: Path
     """Of this replica, on this machine, for what the service writes: scripts, logs, exit codes. It is there."""
     time_limit_s: float | None
