@@ -23,6 +23,7 @@ from composer_core.plugins.contributions import Derived
 from composer_core.protocols import Aggregation
 from composer_core.spec.environment import required_env
 from composer_core.spec.model import RunSpec
+from composer_core.spec.rollout_problems import rollout_problems
 from composer_verl.objectives import aggregation_of, loss_fields
 from composer_verl.options import ACTOR, MODEL, REF, ROLLOUT, flattened, option_problems
 from composer_verl.refusals import (
@@ -59,6 +60,7 @@ FOLLOWS = {
     f"{REF}.use_torch_compile": f"{ACTOR}.use_torch_compile",
 }
 """Keys that verl gives the value of another one unless they are set."""
+HF_SEQUENCES = 64
 BASE_CPUS = 8
 """Logical CPUs of a local Ray beside those of the ranks: TransferQueue's, the sampler's and Ray's own actors."""
 RANK_CPUS = 4
@@ -81,6 +83,7 @@ def derive(spec: RunSpec) -> Derived:
         *train_problems(spec),
         *advantage_problems(spec),
         *cluster_problems(spec),
+        *rollout_problems(spec, backend="verl"),
         *option_problems(options, config, own=own),
         *dynamic_problems(spec, options),
     ]
@@ -244,6 +247,8 @@ def _rollout_fields(spec: RunSpec) -> Mapping[str, Any]:
         "tensor_model_parallel_size": 1,
         "log_prob_micro_batch_size_per_gpu": micro_batch(spec),
         "calculate_log_probs": True,
+        # sequences that composer_hf works on together; each of the others has a default of its own kind
+        **({"max_num_seqs": HF_SEQUENCES} if settings_of(spec).rollout == "hf" else {}),
         "agent.default_agent_loop": AGENT_LOOP,
     }
 

@@ -114,15 +114,26 @@ FIELDS: Mapping[str, frozenset[str]] = {
 }  # fmt: skip
 """Record -> fields of it that we fill or read."""
 
-MENTIONED: Mapping[str, frozenset[str]] = {
+USED: Mapping[str, frozenset[str]] = {
+    # who calls what we override
+    f"{_ENGINE}._build_model_optimizer": frozenset({"_build_fsdp_module"}),
+    f"{_ENGINE}.train_batch": frozenset({"optimizer_zero_grad", "forward_backward_batch", "optimizer_step"}),
+    f"{_ENGINE}.forward_backward_batch": frozenset({"forward_step"}),
+    f"{_ENGINE}.forward_step": frozenset({"prepare_model_outputs"}),
+    "verl.workers.engine_workers:TrainingWorker.train_batch": frozenset({
+        "train_batch", "loss_fn", "lr_scheduler_step",
+    }),
+    f"{_TRAINER}.step": frozenset({"prepare_step", "_step_once"}),
+    f"{_TRAINER}._step_once": frozenset({"_compute_reward_colocate", "_compute_advantage", "_update_actor"}),
+    f"{_TRAINER}._setup": frozenset({"_init_resource_pool_mgr", "_init_dataloader", "_load_checkpoint"}),
+    # attributes that we read or set
     _ENGINE: frozenset({
         "module", "optimizer", "lr_scheduler", "model_config", "engine_config", "_autocast_dtype",
     }),
     _TRAINER: frozenset({
         "config", "tokenizer", "use_reference_policy", "total_training_steps", "role_worker_mapping",
         "actor_rollout_wg", "replay_buffer", "reward_loop_manager", "reward_loop_worker_handles",
-        "agent_loop_manager", "_compute_reward_colocate", "_compute_advantage", "_add_prompts_to_generate",
-        "_load_checkpoint", "_submit_batch_to_rollout", "prepare_step",
+        "agent_loop_manager",
     }),
     _WORKER: frozenset({"actor", "engine", "loss_fn", "set_loss_fn"}),
     "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer": frozenset({"poll_interval"}),
@@ -134,7 +145,7 @@ MENTIONED: Mapping[str, frozenset[str]] = {
         "name_suffix", "max_concurrency", "config", "model_config",
     }),
 }  # fmt: skip
-"""Class -> names that its code must have or use: attributes that we read, and methods of ours that it must call."""
+"""Function, or class with those it inherits from -> names that its code must use."""
 
 NAMES = (
     "verl.workers.rollout.base:_ROLLOUT_REGISTRY",
@@ -169,7 +180,7 @@ def problems() -> list[str]:
     found = []
     if not installed.startswith(f"{SUPPORTED}."):
         found.append(f"verl {installed} is installed; composer-verl is written against verl {SUPPORTED}")
-    differences = (*_signatures(), *_fields(), *_mentions(), *_names(), *_subclasses())
+    differences = (*_signatures(), *_fields(), *_uses(), *_names(), *_subclasses())
     return [*found, *(f"verl {installed}: {difference}" for difference in differences), *plugin_problems()]
 
 
@@ -196,22 +207,23 @@ def _fields() -> Iterator[str]:
             yield f"{_short(place)} has no field {', '.join(missing)}"
 
 
-def _mentions() -> Iterator[str]:
-    for place, expected in MENTIONED.items():
-        kind, absent = _at(place)
+def _uses() -> Iterator[str]:
+    for place, expected in USED.items():
+        owner, absent = _at(place)
         if absent:
             yield absent
-        elif missing := sorted(expected - _known_to(kind)):
-            yield f"{_short(place)} neither has nor uses {', '.join(missing)}"
+        elif missing := sorted(expected - _used_by(owner)):
+            yield f"{_short(place)} no longer uses {', '.join(missing)}"
 
 
-def _known_to(kind: type) -> set[str]:
-    """Members that are no plain methods, and names in the code of a class and of those it inherits from."""
-    members = [item for own in kind.__mro__ for item in vars(own).items()]
-    functions = [inspect.unwrap(member) for _, member in members if inspect.isfunction(member)]
-    used = {name for function in functions for name in function.__code__.co_names}
-    # a method that nothing calls any more must not count as known
-    return used | {name for name, member in members if not inspect.isfunction(member)}
+def _used_by(owner: Any) -> set[str]:
+    """Names in the code of a function, or of all methods and properties of a class; a property's own name is one."""
+    if not inspect.isclass(owner):
+        return set(inspect.unwrap(owner).__code__.co_names)
+    members = [item for kind in owner.__mro__ for item in vars(kind).items()]
+    methods = [inspect.unwrap(member) for _, member in members if inspect.isfunction(member)]
+    used = {name for method in methods for name in method.__code__.co_names}
+    return used | {name for name, member in members if isinstance(member, property)}
 
 
 def _names() -> Iterator[str]:

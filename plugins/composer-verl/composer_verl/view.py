@@ -2,7 +2,8 @@
 
 verl's own forward of the rollouts is the student's; the engine puts a `Tap` behind its logits. Other sequences (a
 teacher's, preference pairs) are read by forwards of the whole wrapped model, since FSDP gathers weights there; the
-output head sees only the rows that a loss reads. Letters: N tokens packed, K hint tokens, V vocabulary, T longest.
+output head sees only the rows that a loss reads (`Reader`). What a teacher has read before the update is not read
+again (`taught.py`). Letters: N tokens packed, K hint tokens, V vocabulary, T longest.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 from composer_core.batch import Hints, Seqs
 from composer_core.divergences import Divergence, Support
 from composer_core.errors import RunFailed
+from composer_core.loss.head import chunk_size
 from composer_core.loss.outputs import picked_logps, scaled
 from composer_core.loss.reading import Models, check_same_tokens, packed_together
 from composer_core.loss.tap import Tap
 from composer_core.protocols import Model
+from composer_verl.taught import Taught
 
 
 @dataclass(frozen=True)
@@ -44,19 +47,37 @@ class Forward:
         return sequence * self.tap.logits.shape[1] + at - self.seqs.cu[sequence] - 1
 
 
-class EngineView:
-    """See the module; one per micro-batch."""
+@dataclass(frozen=True)
+class Reader:
+    """Forwards of the wrapped model on sequences that verl's own forward has not."""
 
-    def __init__(
-        self,
-        models: Models,
-        forward: Forward,
-        *,
-        pad_id: int,
-        around_forward: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._models, self._forward = models, forward
-        self._pad_id, self._around_forward = pad_id, around_forward
+    models: Models
+    pad_id: int
+    around_forward: Callable[[], AbstractContextManager[None]]
+    """For the engine's autocast."""
+
+    def read(self, seqs: Seqs, at: Tensor, *, model: Model) -> Tensor:
+        """The model's raw logits that predict the tokens at flat indices `at`, (len(at), V). Inside `models.reading`."""
+        network = self.models.network(model)
+        ids, mask = seqs.padded(self.pad_id)
+        if not ids.numel():  # nothing here, yet the other ranks run a forward: one padding token joins them
+            ids, mask = ids.new_full((1, 1), self.pad_id), mask.new_ones((1, 1))
+        mask[:, 0] = True  # an empty sequence would leave its row nothing to attend to
+        sequence = seqs.owner[at]
+        rows = sequence * ids.shape[1] + at - seqs.cu[sequence] - 1
+        with self.around_forward(), _projecting(network, rows):
+            logits: Tensor = network(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
+        return logits.reshape(-1, logits.shape[-1])[: len(at)]
+
+
+class EngineView:
+    """See the module; one per micro-batch.
+
+    `taught` is what teachers have read of its hints before the update; None: they read when they are asked.
+    """
+
+    def __init__(self, reader: Reader, forward: Forward, *, taught: Sequence[Taught] | None = None) -> None:
+        self._reader, self._models, self._forward, self._taught = reader, reader.models, forward, taught
         # the Seqs and Hints are kept beside what was found: identity is only a key while the object lives
         self._logps: list[tuple[Seqs, Model, bool, float, Tensor]] = [
             (forward.seqs, "policy", True, forward.temperature, forward.logps)
@@ -89,19 +110,19 @@ class EngineView:
         """See `protocols.PolicyView`: (K,), 0 for filler. The teacher's forward runs whatever the weights are.
 
         Raises:
-            RunFailed: student and teacher tokens are not the same.
+            RunFailed: student and teacher tokens are not the same; or the teacher has read other hints than these.
         """
         if (known := self._known_gap(hints, spec, teacher)) is not None:
             return known
         check_same_tokens(hints, self._forward.seqs)
         real = hints.weight.nonzero().flatten()
         student = hints.student[real]
-        with self._models.reading(teacher, grad=False):
-            taught = self._read(hints.seqs, hints.teacher[real], model=teacher)
-        values, gap, probe = self._forward.tap.divergence(
-            self._forward.rows(student), taught, spec, ids=self._forward.seqs.ids[student]
-        )
-        self.anchors.append(probe)
+        if self._taught is not None and spec.support.is_topk:
+            values, gap = self._from_taught(self._known(spec, teacher).of(hints, self._forward.seqs), student)
+        else:
+            with self._models.reading(teacher, grad=False):
+                taught = self._reader.read(hints.seqs, hints.teacher[real], model=teacher)
+            values, gap = self._tapped_divergence(student, taught, spec)
         self._gaps.append((hints, teacher, spec.temperature, _spread(gap, real, hints)))
         return _spread(values, real, hints)
 
@@ -111,9 +132,39 @@ class EngineView:
             rows = self._tapped(at)
             return scaled(rows if grad else rows.detach(), temperature)
         with self._models.reading(model, grad=grad):
-            return scaled(self._read(seqs, at, model=model), temperature)
+            return scaled(self._reader.read(seqs, at, model=model), temperature)
 
     # -- its parts ---------------------------------------------------------------------------------------------------
+
+    def _tapped_divergence(self, student: Tensor, taught: Tensor, spec: Divergence) -> tuple[Tensor, Tensor]:
+        """Values and gap, (K,) each, of the tokens at `student` from their teacher's logits, (K, V), which are used up."""
+        own = self._forward
+        values, gap, probe = own.tap.divergence(own.rows(student), taught, spec, ids=own.seqs.ids[student])
+        self.anchors.append(probe)
+        return values, gap
+
+    def _known(self, spec: Divergence, teacher: Model) -> Taught:
+        found = next((own for own in self._taught or () if own.answers(spec, teacher)), None)
+        if found is None:
+            raise RunFailed(
+                f"a loss asks for {spec.support} of the {teacher} model, which nobody read before the update",
+                fix="backend.topk: step",
+            )
+        return found
+
+    def _from_taught(self, taught: Taught, student: Tensor) -> tuple[Tensor, Tensor]:
+        """Likewise, a chunk of tokens at a time: no teacher's logits of them all."""
+        vocab, found = self._forward.tap.logits.shape[-1], []
+        step = chunk_size(vocab)
+        for start in range(0, max(len(student), 1), step):  # of none too: they are joined to the graph
+            rows = slice(start, start + step)
+            logits, spec = taught.logits(rows, vocab), taught.source.spec
+            ids = self._forward.seqs.ids[student[rows]]
+            guessed = logits.gather(-1, ids[:, None]).squeeze(-1) / spec.temperature
+            values, gap = self._tapped_divergence(student[rows], logits, spec)
+            found.append((values, gap + guessed - taught.own(rows)))
+        values, gap = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return values, gap
 
     def _known_gap(self, hints: Hints, spec: Divergence, teacher: Model) -> Tensor | None:
         """The values of a sampled divergence without gradient, as an earlier one of the same hints left them behind."""
@@ -141,23 +192,10 @@ class EngineView:
         at = [_scored(part) for part in parts]
         flat = torch.cat([own + start for own, start in zip(at, starts, strict=False)])
         with self._models.reading(model, grad=grad):
-            rows = self._read(together, flat, model=model)
+            rows = self._reader.read(together, flat, model=model)
             logps = picked_logps(rows, together.ids[flat], temperature=temperature)
         split = logps.split([len(own) for own in at])
         return [_scatter(own, where, part) for own, where, part in zip(split, at, parts, strict=True)]
-
-    def _read(self, seqs: Seqs, at: Tensor, *, model: Model) -> Tensor:
-        """The model's raw logits that predict the tokens at flat indices `at`, (len(at), V)."""
-        network = self._models.network(model)
-        ids, mask = seqs.padded(self._pad_id)
-        if not ids.numel():  # nothing here, yet the other ranks run a forward: one padding token joins them
-            ids, mask = ids.new_full((1, 1), self._pad_id), mask.new_ones((1, 1))
-        mask[:, 0] = True  # an empty sequence would leave its row nothing to attend to
-        sequence = seqs.owner[at]
-        rows = sequence * ids.shape[1] + at - seqs.cu[sequence] - 1
-        with self._around_forward(), _projecting(network, rows):
-            logits: Tensor = network(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
-        return logits.reshape(-1, logits.shape[-1])[: len(at)]
 
 
 @contextmanager

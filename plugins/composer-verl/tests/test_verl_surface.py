@@ -1,5 +1,6 @@
 """What the check at start says of a verl that differs, and of one that did not load our platform."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import ray
 import torch
 from transfer_queue import KVBatchMeta
 from verl.plugin.platform import PlatformRegistry
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead
 from verl.workers.rollout import base
 
@@ -33,29 +35,36 @@ def test_another_release_is_named(monkeypatch):
 
 
 def test_a_method_with_other_arguments_is_named_with_both(monkeypatch):
-    monkeypatch.setattr(FSDPEngineWithLMHead, "forward_step", lambda self, micro_batch, loss_function: None)
+    monkeypatch.setattr(FSDPEngineWithLMHead, "optimizer_step", lambda self, closure: None)
     assert surface.problems() == [
-        "verl 0.9.1: FSDPEngineWithLMHead.forward_step takes (self, micro_batch, loss_function), "
-        "expected (self, micro_batch, loss_function, forward_only)"
+        "verl 0.9.1: FSDPEngineWithLMHead.optimizer_step takes (self, closure), expected (self)"
     ]
 
 
 def test_a_method_that_is_gone_is_named(monkeypatch):
     monkeypatch.delattr(FSDPEngine, "lr_scheduler_step")
-    monkeypatch.delattr("verl.workers.engine.base.BaseEngine.lr_scheduler_step")
+    monkeypatch.delattr(BaseEngine, "lr_scheduler_step")
     assert surface.problems() == [
         "verl 0.9.1: verl.workers.engine.fsdp.transformer_impl has no FSDPEngineWithLMHead.lr_scheduler_step"
     ]
 
 
 def test_a_method_of_ours_that_verl_calls_no_more_is_named(monkeypatch):
-    def step(self, metrics, timing_raw):
-        """One that has other names for its parts."""
+    def train_batch(self, data, loss_function):
+        self.optimizer_zero_grad()
+        self.forward_backward_batch(data, loss_function)
+        self.optimizer.step()
 
-    monkeypatch.setattr(PPOTrainer, "step", step)
-    (found,) = surface.problems()
-    assert found.startswith("verl 0.9.1: PPOTrainerSync neither has nor uses _")
-    assert "_compute_reward_colocate" in found
+    monkeypatch.setattr(BaseEngine, "train_batch", train_batch)
+    assert surface.problems() == ["verl 0.9.1: FSDPEngineWithLMHead.train_batch no longer uses optimizer_step"]
+
+
+def test_an_attribute_that_is_gone_is_named(monkeypatch):
+    monkeypatch.setattr(ReplayBuffer, "__init__", lambda self: None)
+    for name, member in list(vars(ReplayBuffer).items()):
+        if inspect.isfunction(member) and "poll_interval" in member.__code__.co_names:
+            monkeypatch.setattr(ReplayBuffer, name, lambda self: None)
+    assert surface.problems() == ["verl 0.9.1: ReplayBuffer no longer uses poll_interval"]
 
 
 def test_a_field_that_is_gone_is_named(monkeypatch):
