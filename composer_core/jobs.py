@@ -4,16 +4,23 @@
     poll      where one stands, asked by any process: a handle is JSON, and a ledger in the run directory keeps them
     collect   wait, start failed replicas again, bring results back
 
-One replica is one worker process (`run/worker.py`) and what that starts. Light: standard library only.
+One replica is one worker process (`run/worker.py`) and what that starts. What only some executors can do has a
+protocol of its own (`Attaches`, `Reaps`, `Examines`); commands ask for it by isinstance. Light: standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from composer_core.run.doctor import Finding
+
+LEDGER = "jobs.json"
+"""In a run directory: which replicas were launched, kept by executors that later processes can ask."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,10 @@ class Job:
     """After which the service ends it, and so do we; None: no limit."""
     store: str = ""
     """Where results travel to without a shared disk, a URI; "": the disk is shared."""
+    detached: bool = False
+    """Whether it lives on when the process that launches it ends."""
+    quiet: bool = False
+    """Whether the executor says errors only."""
 
 
 class JobState(StrEnum):
@@ -76,6 +87,12 @@ class JobStatus:
     """Why it waits or how it ended: `timeout`, `oom`, `preempted`, `unschedulable`, `cancelled`, or the service's own
     words."""
 
+    def in_words(self) -> str:
+        """`failed (oom), exit code 137`."""
+        reason = f" ({self.reason})" if self.reason else ""
+        code = "" if self.exit_code is None else f", exit code {self.exit_code}"
+        return f"{self.state}{reason}{code}"
+
 
 class Executor(Protocol):
     """A place to run a job. Constructed with its settings, it runs in the control process."""
@@ -104,4 +121,47 @@ class Executor(Protocol):
 
     def collect(self, handles: Sequence[JobHandle]) -> int:
         """Wait for the end, bring results into the run directory, return the worst exit code."""
+        ...
+
+
+@runtime_checkable
+class Attaches(Protocol):
+    """An executor whose jobs outlive the process that launched them: `composer-run run --detach`."""
+
+    def attach(self, run_dir: Path) -> list[tuple[JobHandle, JobStatus]]:
+        """The replicas of a run that any process launched, and where each stands now; empty where none was."""
+        ...
+
+    def end(self, handles: Sequence[JobHandle], *, at_once: bool) -> None:
+        """`cancel` several of one run together; `at_once`: without asking them to save.
+
+        Raises:
+            RunFailed: something is left, with how to end it by hand.
+        """
+        ...
+
+
+@runtime_checkable
+class Reaps(Protocol):
+    """An executor that finds what carries our label, with or without a run directory."""
+
+    def leftovers(self) -> list[JobHandle]:
+        """Replicas of this user that are not over, of any run, whose name is the handle's fact `job`."""
+        ...
+
+    def deserted(self, run_dir: Path) -> bool:
+        """Whether the process that was to wait for a run's replicas is gone."""
+        ...
+
+    def cancel(self, handle: JobHandle) -> None:
+        """As an executor does, also without a ledger."""
+        ...
+
+
+@runtime_checkable
+class Examines(Protocol):
+    """An executor that can say whether it works here: `composer-run doctor --executor`."""
+
+    def examine(self) -> Iterable[Finding]:
+        """What is installed, reachable and authorised, each with what to do; starts nothing that lasts or costs."""
         ...

@@ -14,9 +14,24 @@ from composer_core.errors import MissingError
 DeepOption = Annotated[
     bool, typer.Option("--deep", help="Also import torch and every contribution, and run the backends' own checks.")
 ]
+ExecutorOption = Annotated[
+    str | None,
+    typer.Option("--executor", metavar="NAME", help="Look at this executor alone: what it needs, and a probe."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting of that executor, e.g. address=http://HOST:8265."),
+]
 
 
-def doctor(ctx: typer.Context, runs: RunsOption = None, deep: DeepOption = False, as_json: JsonOption = False) -> None:
+def doctor(
+    ctx: typer.Context,
+    runs: RunsOption = None,
+    deep: DeepOption = False,
+    executor: ExecutorOption = None,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Look at Python, memory, disk, threads, packages and plugins; 3 where something fails.
 
     Example: composer-run doctor --deep
@@ -25,7 +40,13 @@ def doctor(ctx: typer.Context, runs: RunsOption = None, deep: DeepOption = False
     from composer_core.run.directory import runs_root
     from composer_core.run.doctor import Level, examine
 
-    findings = examine(build_registry(ctx), runs_root(runs), cache_root(), deep=deep)
+    registry = build_registry(ctx)
+    if executor is None:
+        findings = examine(registry, runs_root(runs), cache_root(), deep=deep)
+    else:
+        from composer_core.run.launched import examine_executor
+
+        findings = examine_executor(registry, executor, settings or ())
     failed = [finding for finding in findings if finding.level is Level.FAIL]
     if as_json:
         show_json({"ok": not failed, "findings": [asdict(finding) for finding in findings]})

@@ -44,6 +44,7 @@ VERBS: dict[str, Verb] = {
     "status": Verb("composer_core.cli.status", "status", "Say where runs stand."),
     "logs": Verb("composer_core.cli.logs", "logs", "Show the log files of a run."),
     "stop": Verb("composer_core.cli.stop", "stop", "Ask a run to finish its step, save, and end."),
+    "reap": Verb("composer_core.cli.reap", "reap", "End replicas that run for nobody."),
     "traces": Verb("composer_core.cli.traces", "app", "Read recorded agent sessions: count, show, convert."),
     "replay": Verb("composer_core.cli.replay", "replay", "Ask teachers about recorded steps, write preference pairs."),
     "report": Verb("composer_core.cli.report", "report", "Write report.html for a run."),

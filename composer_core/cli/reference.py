@@ -1,6 +1,6 @@
 """docs/spec.md and docs/composer.schema.json, from the models that read a spec.
 
-    python -m composer_core.cli.reference docs composer-core composer-trl
+    python -m composer_core.cli.reference docs composer-core composer-trl composer-verl
 
 writes both anew, with the contributions of the distributions named. A test compares them with the models, so neither
 can change alone. Pages of verbs are `pages.py`'s business.

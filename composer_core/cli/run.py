@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from composer_core.cli.common import GlobalOptions, OverridesArgument, SpecArgument, open_spec
-from composer_core.errors import ComposerError
+from composer_core.errors import ComposerError, UsageError
 
 if TYPE_CHECKING:
     from composer_core.jobs import Executor, Job
@@ -22,6 +22,7 @@ RunsOption = Annotated[
     Path | None,
     typer.Option("--runs", metavar="DIR", help="Folder that holds runs; default COMPOSER_RUNS, else ./runs."),
 ]
+DetachOption = Annotated[bool, typer.Option("--detach", help="Launch it, say how to come back to it, and do not wait.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only errors.")]
 
 
@@ -31,6 +32,7 @@ def run(
     overrides: OverridesArgument = None,
     runs: RunsOption = None,
     quiet: QuietOption = False,
+    detach: DetachOption = False,
 ) -> None:
     """Train what SPEC describes, and end with the run's exit code.
 
@@ -39,36 +41,62 @@ def run(
     """
     from composer_core.data.preflight import preflight
     from composer_core.run.directory import create_run, runs_root
+    from composer_core.run.launched import make_executor
     from composer_core.run.sinks import check_sinks
-    from composer_core.spec.environment import fill
 
     registry, loaded, plan = open_spec(ctx, spec, overrides)
     check_sinks(loaded.spec.sinks)
     lines = preflight(loaded.spec, registry)
     _, contribution = registry.get(loaded.spec.executor.kind, loaded.spec.executor.use)
-    executor: Executor = contribution.load()(fill(loaded.spec.executor.settings, os.environ, key="executor"))
+    executor = make_executor(contribution, loaded.spec.executor.settings)
+    if detach:
+        refuse_attached(executor, loaded.spec.executor.use)
     directory = create_run(runs_root(runs), loaded.spec.name)
     _write_inputs(directory, loaded, plan)
     if not quiet:
         typer.echo("\n".join([*lines, f"run: {_shown(directory.path)}"]), err=True)
     options = ctx.ensure_object(GlobalOptions)
-    code = start_and_wait(options, executor, directory, name=loaded.spec.name, quiet=quiet)
-    if not quiet:
+    code = start(options, executor, directory, quiet=quiet, detach=detach)
+    if not quiet and not detach:
         say_how_it_ended(directory)
     raise typer.Exit(code)
 
 
-def start_and_wait(
+def refuse_attached(executor: Executor, use: str) -> None:
+    """Before anything is written.
+
+    Raises:
+        UsageError: nobody could come back to a job of this executor.
+    """
+    from composer_core.jobs import Attaches
+
+    if not isinstance(executor, Attaches):
+        fix = "executor: {use: local}, or another one of `composer-run plugins list`"
+        raise UsageError(f"executor {use!r} cannot outlive the command", at="--detach", fix=fix)
+
+
+def start(
     options: GlobalOptions,
     executor: Executor,
     directory: RunDirectory,
     *,
-    name: str,
     quiet: bool,
     resume: int | None = None,
+    detach: bool = False,
 ) -> int:
     """Run the directory's plan on the executor, from the checkpoint of step `resume` where given; its exit code."""
-    return _execute(executor, _job(options, directory, name=name, quiet=quiet, resume=resume), directory)
+    job = replace(_job(options, directory, quiet=quiet, resume=resume), detached=detach)
+    try:
+        handles = executor.launch(job)
+        if not detach:
+            return executor.collect(handles)
+    except ComposerError as error:  # the directory is there by now, so it must say what happened
+        directory.event("failed", reason=str(error), exit_code=error.exit_code)
+        raise
+    if not quiet:
+        name = directory.name
+        typer.echo(f"launched\ncomposer-run status {name}\ncomposer-run logs {name} --follow\ncomposer-run stop {name}")
+    return 0
 
 
 def _write_inputs(directory: RunDirectory, loaded: LoadedSpec, plan: Plan) -> None:
@@ -85,10 +113,11 @@ def _write_inputs(directory: RunDirectory, loaded: LoadedSpec, plan: Plan) -> No
     directory.write_json("plan.json", plan.to_json())  # last: with it the directory is a run
 
 
-def _job(options: GlobalOptions, directory: RunDirectory, *, name: str, quiet: bool, resume: int | None) -> Job:
+def _job(options: GlobalOptions, directory: RunDirectory, *, quiet: bool, resume: int | None) -> Job:
     from composer_core.jobs import Job
     from composer_core.plugins.registry import DISABLE_VARIABLE
     from composer_core.run.directory import DEBUG_VARIABLE
+    from composer_core.run.resume import spent_seconds
 
     environment = {}
     if options.debug:
@@ -96,17 +125,23 @@ def _job(options: GlobalOptions, directory: RunDirectory, *, name: str, quiet: b
     if not options.third_party or options.disabled:
         environment[DISABLE_VARIABLE] = ",".join(sorted(options.disabled)) if options.third_party else "*"
     more = [*(["--quiet"] if quiet else []), *([] if resume is None else ["--resume", str(resume)])]
-    argv = ("-m", "composer_core.run.worker", str(directory.plan), *more)
-    secrets = tuple((directory.read_json("plan.json") or {}).get("required_env", ()))
-    return Job(name=name, argv=argv, run_dir=directory.path, env=environment, secrets=secrets)
+    plan = directory.read_json("plan.json")
+    return Job(
+        name=directory.name,
+        argv=("-m", "composer_core.run.worker", str(directory.plan), *more),
+        run_dir=directory.path,
+        env=environment,
+        secrets=tuple(plan.get("required_env", ())),
+        time_limit_s=_seconds_left(
+            plan["spec"]["limits"]["hours"], 0.0 if resume is None else spent_seconds(directory)
+        ),
+        quiet=quiet,
+    )
 
 
-def _execute(executor: Executor, job: Job, directory: RunDirectory) -> int:
-    try:
-        return executor.collect(executor.launch(job))
-    except ComposerError as error:  # the directory is there by now, so it must say what happened
-        directory.event("failed", reason=str(error), exit_code=error.exit_code)
-        raise
+def _seconds_left(hours: float | None, spent_s: float) -> float | None:
+    """Of limits.hours. The worker keeps it itself, and needs a moment to find that nothing is left."""
+    return None if hours is None else max(60.0, hours * 3600 - spent_s)
 
 
 def say_how_it_ended(directory: RunDirectory) -> None:

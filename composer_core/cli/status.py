@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from composer_core.cli.common import JsonOption, show_json
+from composer_core.cli.common import JsonOption, build_registry, show_json
 from composer_core.cli.run import RunsOption
 from composer_core.cli.runs import run_names, shown
+from composer_core.errors import ComposerError
 
 if TYPE_CHECKING:
+    from composer_core.plugins.registry import Registry
+    from composer_core.run.directory import RunDirectory
     from composer_core.run.status import Status
 
 NOTHING = "-"
@@ -24,7 +27,9 @@ NamesArgument = Annotated[
 ]
 
 
-def status(names: NamesArgument = None, runs: RunsOption = None, as_json: JsonOption = False) -> None:
+def status(
+    ctx: typer.Context, names: NamesArgument = None, runs: RunsOption = None, as_json: JsonOption = False
+) -> None:
     """Say where runs stand: done, running, stopped, failed; step, reward, age and time left.
 
     Example: composer-run status latest
@@ -33,15 +38,66 @@ def status(names: NamesArgument = None, runs: RunsOption = None, as_json: JsonOp
     from composer_core.run.status import all_runs, status_of, status_of_each
 
     root = runs_root(runs)
-    found = [status_of(find_run(name, root)) for name in names] if names else status_of_each(all_runs(root))
+    directories = [find_run(name, root) for name in names] if names else all_runs(root)
+    replicas = _replicas(ctx, directories)  # first: it may find that a run is over
+    found = [status_of(directory) for directory in directories] if names else status_of_each(directories)
     if as_json:
-        show_json([asdict(one) for one in found])
+        show_json([{**asdict(one), **_replicas_json(replicas.get(one.run))} for one in found])
     elif not found:
         typer.echo(f"no runs in {shown(root)}")
     elif len(names or ()) == 1:
         _details(found[0])
+        for line in replicas.get(found[0].run, ()):
+            typer.echo(f"{line.name:9} {line.text}")
     else:
         _table(found)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A replica, or why it cannot be said where replicas stand."""
+
+    name: str
+    text: str
+    facts: dict[str, Any]
+
+
+def _replicas(ctx: typer.Context, directories: Sequence[RunDirectory]) -> dict[str, list[_Line]]:
+    """Of runs that an executor with a ledger launched; it is asked only about those that are not over."""
+    from composer_core.run.launched import was_launched
+
+    launched = [directory for directory in directories if was_launched(directory)]
+    registry = build_registry(ctx) if launched else None
+    return {} if registry is None else {directory.name: _lines(directory, registry) for directory in launched}
+
+
+def _lines(directory: RunDirectory, registry: Registry) -> list[_Line]:
+    from composer_core.run.launched import replicas_of
+
+    try:
+        found = replicas_of(directory, registry)
+    except (ComposerError, ValueError, LookupError) as error:  # one run must not hide the others
+        return [_Line("replicas", str(error), {"error": str(error)})]
+    return [
+        _Line(
+            f"replica {handle.rank}",
+            f"{status.in_words()}; {handle.executor} {handle.id}",
+            {
+                "rank": handle.rank,
+                "attempt": handle.attempt,
+                "id": handle.id,
+                "executor": handle.executor,
+                "state": status.state.value,
+                "exit_code": status.exit_code,
+                "reason": status.reason,
+            },
+        )
+        for handle, status in found
+    ]
+
+
+def _replicas_json(lines: Sequence[_Line] | None) -> dict[str, Any]:
+    return {} if lines is None else {"replicas": [line.facts for line in lines]}
 
 
 def _table(found: Sequence[Status]) -> None:

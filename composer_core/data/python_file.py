@@ -42,13 +42,13 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def needed_columns(function: Callable[..., Any], name: str, *, at: str) -> tuple[str, ...]:
-    """Parameters without a default that a data row must bring.
+def needed_columns(signature: inspect.Signature, name: str, *, at: str) -> tuple[str, ...]:
+    """Parameters of a reward function without a default, that a data row must bring.
 
     Raises:
         UsageError: the function could not be called with `completions` and any column by keyword.
     """
-    parameters = inspect.signature(function).parameters
+    parameters = signature.parameters
     by_keyword = {
         p.name: p for p in parameters.values() if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     }

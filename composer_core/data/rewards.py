@@ -8,6 +8,7 @@ To add one: settings in `plugins/builtin_settings.py`, a line in `plugins/builti
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from composer_core.data import answers
 from composer_core.data.answers import completion_text
+from composer_core.data.graders import SandboxedPython
 from composer_core.data.python_file import load_function, needed_columns
 from composer_core.data.scoring import CheckedReward, checked, users_line
 from composer_core.errors import ComposerError, RunFailed
@@ -25,9 +27,11 @@ from composer_core.plugins.builtin_settings import (
     PythonRewardSettings,
     RegexSettings,
 )
-from composer_core.plugins.contributions import Kind
+from composer_core.plugins.contributions import Kind, RewardPlugin
 from composer_core.plugins.registry import Registry
+from composer_core.plugins.sandbox_settings import SandboxSettings
 from composer_core.run.context import NamedReward
+from composer_core.sandbox import Sandbox
 from composer_core.spec.model import Plugged, RunSpec
 
 
@@ -137,7 +141,7 @@ class PythonReward:
         file, _, name = settings.function.rpartition(":")
         path = Path(file).expanduser()
         self._function = load_function(path, name)
-        self._columns = needed_columns(self._function, name, at=str(path))
+        self._columns = needed_columns(inspect.signature(self._function), name, at=str(path))
 
     def columns(self) -> tuple[str, ...]:
         """The parameters without a default: the function cannot be called without them."""
@@ -146,6 +150,11 @@ class PythonReward:
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """What the function returns, as it is; `checked` looks at it."""
         return self._function(completions=completions, **columns)  # type: ignore[no-any-return]
+
+
+def python_reward(settings: PythonRewardSettings, *, sandbox: Sandbox | None = None) -> PythonReward | SandboxedPython:
+    """The function in this process, or in a sandbox where there is one."""
+    return PythonReward(settings) if sandbox is None else SandboxedPython(settings, sandbox=sandbox)
 
 
 # -- a run's rewards ---------------------------------------------------------------------------------------------------
@@ -167,15 +176,29 @@ def build_reward(name: str, plugged: Plugged, *, registry: Registry) -> NamedRew
         ComposerError: it is not installed, or cannot be made with its settings.
     """
     owner, contribution = registry.get(Kind.REWARD, plugged.use)
+    assert isinstance(contribution, RewardPlugin)
     make = contribution.load()
     try:
-        reward = make(plugged.settings)
+        asked = contribution.sandbox(plugged.settings)
+        sandbox = {} if asked is None else {"sandbox": make_sandbox(asked, registry)}
+        reward = make(plugged.settings, **sandbox)
     except ComposerError:
         raise
     except Exception as error:  # a plugin's constructor may raise anything
         problem = f"reward {name!r} of {owner} cannot be made: {type(error).__name__}: {error}"
         raise RunFailed(problem, at=users_line(error)) from error
     return checked(name, plugged.weight, reward)
+
+
+def make_sandbox(settings: SandboxSettings, registry: Registry) -> Sandbox:
+    """The sandbox that a block names.
+
+    Raises:
+        ComposerError: it is not installed, does not work here, or cannot have these settings.
+    """
+    _, contribution = registry.get(Kind.SANDBOX, settings.use)
+    made: Sandbox = contribution.load()(settings)
+    return made
 
 
 def named(rewards: Sequence[Plugged]) -> Iterator[tuple[str, Plugged]]:

@@ -16,6 +16,7 @@ from composer_core.plugins.contributions import (
     LossChannelPlugin,
     ObjectivePlugin,
     RewardPlugin,
+    SandboxPlugin,
     TeacherPlugin,
     TraceReaderPlugin,
 )
@@ -120,8 +121,25 @@ def composer_rewards() -> Iterable[RewardPlugin]:
     yield RewardPlugin(
         name="python",
         summary="Your own function: ./file.py:function",
-        target="composer_core.data.rewards:PythonReward",
+        target="composer_core.data.rewards:python_reward",
         settings=settings.PythonRewardSettings,
+        sandbox=settings.python_sandbox,
+    )
+    yield RewardPlugin(
+        name="command",
+        summary="Any program: its exit code, or a number in what it prints",
+        target="composer_core.data.graders:CommandReward",
+        settings=settings.CommandRewardSettings,
+        sandbox=lambda settings: settings.sandbox,
+    )
+
+
+@hookimpl
+def composer_sandboxes() -> Iterable[SandboxPlugin]:
+    yield SandboxPlugin(
+        name="none",
+        summary="No sandbox: programs run as this user, limited in time and output alone",
+        target="composer_core.data.unconfined:Unconfined",
     )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, create_model, model_validator
 
 from composer_core.loss.presets import PRESETS, Preset
+from composer_core.plugins.sandbox_settings import NONE, SandboxBlock, SandboxSettings
 from composer_core.plugins.settings import PathKind, Settings
 
 # -- objectives --------------------------------------------------------------------------------------------------------
@@ -268,6 +269,51 @@ class PythonRewardSettings(Settings):
 
     function: Annotated[str, PathKind.FUNCTION] = Field(pattern=r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$")
     """`./file.py:function`, relative to the spec."""
+    sandbox: SandboxBlock = SandboxSettings(use=NONE)
+    """Run the file in a sandbox, in a new process for each completion, so that the function gets lists of one. That
+    keeps what it executes away from the machine and from the other completions, and not from its own score: run
+    a completion's code as a program of its own."""
+    unanswered: float | None = None
+    """In a sandbox: the score where the function met a limit or ended its process; null: none, so that it counts in
+    no mean."""
+
+    @model_validator(mode="after")
+    def _unanswered_where_used(self) -> Self:
+        if self.unanswered is not None and self.sandbox.use == NONE:
+            raise ValueError("unanswered goes with a sandbox; without one such an end is the run's")
+        return self
+
+
+def python_sandbox(settings: PythonRewardSettings) -> SandboxSettings | None:
+    """None for a function that runs in the worker."""
+    return None if settings.sandbox.use == NONE else settings.sandbox
+
+
+class CommandRewardSettings(Settings):
+    """A program run once for each completion: 1 when it ends with exit code 0, else 0; or a number that it prints."""
+
+    command: list[str] = Field(min_length=1)
+    """Program and arguments; it starts in a folder with `files` and is given the completion on stdin."""
+    files: dict[str, str] = {}
+    """File name -> what is in it: `completion`, or a column of the data."""
+    copy_in: Annotated[str | None, PathKind.ALWAYS] = None
+    """A file of yours (relative to the spec) that is put beside those, such as the grader itself."""
+    pattern: Pattern | None = None
+    """The first group of its last match in stdout is the score, a number; default: the exit code decides."""
+    sandbox: SandboxBlock = SandboxSettings()
+    """`none` must be said: the program then runs as this user."""
+    unanswered: float | None = None
+    """The score where the program met a limit, or printed no match of `pattern`; null: none, so that it counts in no
+    mean."""
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Self:
+        if self.pattern is not None and re.compile(self.pattern).groups < 1:
+            raise ValueError("pattern needs a group (...) around the number")
+        for name in self.files:
+            if name.startswith("/") or ".." in name.split("/"):
+                raise ValueError(f"{name!r} must be a name inside the program's folder")
+        return self
 
 
 # -- backend and executor ----------------------------------------------------------------------------------------------

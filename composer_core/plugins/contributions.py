@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from composer_core.errors import MissingError
 from composer_core.jobs import Executor
+from composer_core.plugins.sandbox_settings import SandboxSettings
 from composer_core.plugins.settings import NoSettings, Settings
 from composer_core.protocols import (
     Aggregation,
@@ -28,6 +29,7 @@ from composer_core.protocols import (
     TeacherSource,
     TraceReader,
 )
+from composer_core.sandbox import Sandbox
 
 if TYPE_CHECKING:
     from composer_core.spec.model import RunSpec
@@ -47,6 +49,7 @@ class Kind(StrEnum):
     TEACHER = "teacher"
     READER = "trace reader"
     HINT = "hint"
+    SANDBOX = "sandbox"
 
 
 class Feature(StrEnum):
@@ -115,6 +118,10 @@ def _one_process(settings: Any) -> int:
 
 def _always(objective: str, settings: Any) -> bool:
     return True
+
+
+def _no_sandbox(settings: Any) -> SandboxSettings | None:
+    return None
 
 
 def _no_price(settings: Any) -> float | None:
@@ -206,6 +213,9 @@ class RewardPlugin(Contribution[Reward]):
 
     kind: ClassVar[Kind] = Kind.REWARD
     hook: ClassVar[str] = "composer_rewards"
+    sandbox: Callable[[Any], SandboxSettings | None] = _no_sandbox
+    """From the settings to the sandbox that it runs code in; it is then made with that as `sandbox=` beside its
+    settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +244,16 @@ class HintPlugin(Contribution[HintTemplate]):
     hook: ClassVar[str] = "composer_hints"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SandboxPlugin(Contribution[Sandbox]):
+    """A place for code that nobody vouches for; loads to a `sandbox.Sandbox`."""
+
+    kind: ClassVar[Kind] = Kind.SANDBOX
+    hook: ClassVar[str] = "composer_sandboxes"
+    settings: type[Settings] = SandboxSettings
+    """These, or what requires more of them: the block is part of another contribution's settings, and has these."""
+
+
 CONTRIBUTIONS: tuple[type[Contribution[Any]], ...] = (
     LossChannelPlugin,
     ObjectivePlugin,
@@ -243,6 +263,7 @@ CONTRIBUTIONS: tuple[type[Contribution[Any]], ...] = (
     TeacherPlugin,
     TraceReaderPlugin,
     HintPlugin,
+    SandboxPlugin,
 )
 
 Contributions = Iterable[Contribution[Any]]

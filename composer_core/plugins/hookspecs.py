@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         LossChannelPlugin,
         ObjectivePlugin,
         RewardPlugin,
+        SandboxPlugin,
         TeacherPlugin,
         TraceReaderPlugin,
     )
@@ -133,4 +134,15 @@ class ComposerSpecs:
             @hookimpl
             def composer_hints():
                 yield HintPlugin(name="wrong-unit", summary="Says which unit was meant", target="acme.hints:WrongUnit")
+        """
+
+    @hookspec
+    def composer_sandboxes(self) -> Iterable[SandboxPlugin]:  # type: ignore[empty-body]
+        """Offer places for code that nobody vouches for.
+
+        Example::
+
+            @hookimpl
+            def composer_sandboxes():
+                yield SandboxPlugin(name="acme-vm", summary="A small virtual machine", target="acme.vm:AcmeSandbox")
         """

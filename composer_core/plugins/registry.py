@@ -212,7 +212,7 @@ class Registry:
         others = ", ".join(known) or "none"
         failed = [p for p in self.problems if p.stage != "disabled"]
         also = f" ({len(failed)} problems with plugins: composer-run plugins list)" if failed else ""
-        if kind in (Kind.BACKEND, Kind.EXECUTOR):
+        if kind in (Kind.BACKEND, Kind.EXECUTOR, Kind.SANDBOX):
             package = f"composer-{use}" if kind is Kind.BACKEND else "composer-executors"  # how ours are named
             return MissingError(
                 f"no {kind} is called {use!r}; installed: {others}{also}",

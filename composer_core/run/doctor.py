@@ -1,7 +1,7 @@
 """`composer-run doctor`: what of this machine and environment is in the way of a run, each with what to do.
 
-A finding is one function here that looks at one thing; to add one, write it and put it into `examine`. Nothing is
-changed, and torch is imported only by the `deep` ones.
+A finding is one function here that looks at one thing; to add one, write it and put it into `examine`. A backend adds
+its own by `diagnose` (see `Diagnoses`). Nothing is changed, and torch is imported only by the `deep` ones.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from composer_core.plugins.contributions import Contribution, Kind
+from composer_core.plugins.describe import default_settings
 from composer_core.plugins.registry import Registry
 from composer_core.plugins.try_out import try_out
 from composer_core.run.directory import RUNS_VARIABLE
@@ -26,7 +29,7 @@ from composer_core.run.directory import RUNS_VARIABLE
 GIB = 1 << 30
 LITTLE_DISK, NO_DISK = 10 * GIB, GIB
 LITTLE_MEMORY, NO_MEMORY = 4 * GIB, GIB
-TESTED = {"torch": "2.13", "transformers": "5.10", "trl": "1.16"}
+TESTED = {"torch": "2.13", "transformers": "5.10", "trl": "1.16", "verl": "0.9"}
 """Releases that the suite runs against (constraints.txt pins them exactly); others may work."""
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 ON = ("1", "ON", "YES", "TRUE")
@@ -51,6 +54,15 @@ class Finding:
     level: Level
     found: str
     fix: str = ""
+
+
+@runtime_checkable
+class Diagnoses(Protocol):
+    """A backend that has more to look at than its `check`, which is made before every run: what takes seconds."""
+
+    def diagnose(self) -> Iterable[Finding]:
+        """What it finds on this machine. Called only where its `check` found nothing."""
+        ...
 
 
 def examine(registry: Registry, runs: Path, cache: Path, *, deep: bool) -> list[Finding]:
@@ -215,12 +227,25 @@ def _torch() -> Finding:
 
 
 def _contributions(registry: Registry) -> Iterator[Finding]:
-    """Those that do not work, and one line for the rest."""
-    tried = [try_out(registry, owner, contribution) for owner, contribution in registry]
-    for one in tried:
+    """Those that do not work, what backends find, and one line for the rest."""
+    tried = [(contribution, try_out(registry, owner, contribution)) for owner, contribution in registry]
+    for contribution, one in tried:
         if not one.ok:
             yield Finding(f"{one.kind} {one.name}", Level.FAIL, one.problem, one.fix)
-    yield Finding("contributions", Level.OK, f"{sum(one.ok for one in tried)} of {len(tried)} load and can be made")
+        elif one.made and contribution.kind is Kind.BACKEND:
+            yield from _diagnosis(contribution)
+    working = sum(one.ok for _, one in tried)
+    yield Finding("contributions", Level.OK, f"{working} of {len(tried)} load and can be made")
+
+
+def _diagnosis(contribution: Contribution[Any]) -> Iterator[Finding]:
+    try:
+        backend = contribution.load()(default_settings(contribution))
+        if isinstance(backend, Diagnoses):
+            yield from backend.diagnose()
+    except Exception as error:  # a plugin's mistake, whatever its type, must not hide the others
+        problem = f"its diagnosis ended with {type(error).__name__}: {error}"
+        yield Finding(f"{contribution.kind} {contribution.name}", Level.FAIL, problem)
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------

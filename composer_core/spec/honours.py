@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_core.errors import MissingError, Problem, UsageError
-from composer_core.plugins.contributions import BackendPlugin, ExecutorPlugin, Kind, TeacherPlugin
+from composer_core.plugins.contributions import BackendPlugin, ExecutorPlugin, Kind, RewardPlugin, TeacherPlugin
 from composer_core.plugins.registry import Registry
 from composer_core.plugins.teacher_settings import NO_PRICE, PRICE_IT, has_price
 from composer_core.protocols import Need
@@ -46,6 +46,8 @@ class Sections:
         self._measured()
         self._reader()
         self._teachers()
+        for index, block in enumerate(self.spec.data.rewards):
+            self._sandbox(dotted("data.rewards", index), block)
         for index, block in enumerate(self.spec.loss.channels):
             self._scorers(dotted("loss.channels", index), block)
 
@@ -158,6 +160,22 @@ class Sections:
         for index, name in enumerate(replay.teachers):
             if name not in given:
                 self._refuse(dotted("replay.teachers", index), f"no teacher is called {name!r}; there are: {names}")
+
+    def _sandbox(self, key: str, block: Plugged) -> None:
+        """The sandbox that a reward runs code in must be there."""
+        owner, reward = self.registry.get(block.kind, block.use)
+        assert isinstance(reward, RewardPlugin)
+        try:
+            asked = reward.sandbox(block.settings)
+        except Exception as error:  # a plugin's mistake, whatever its type
+            self._refuse(key, f"reward {block.name!r}: sandbox ({owner}) failed: {type(error).__name__}: {error}")
+            return
+        if asked is None:
+            return
+        try:
+            self.registry.get(Kind.SANDBOX, asked.use)
+        except (UsageError, MissingError) as error:
+            self._refuse(f"{key}.sandbox", error.problem, error.fix, missing=isinstance(error, MissingError))
 
     def _scorers(self, key: str, block: Plugged) -> None:
         """The teachers that a channel names must be there, score, and have a price where money is limited."""

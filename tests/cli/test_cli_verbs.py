@@ -63,7 +63,7 @@ def test_a_page_shows_usage_example_arguments_and_options():
         """\
 # composer-run logs
 
-Show the log files of RUN.
+Show the log files of RUN; where they are not on this disk, what its replica 0 printed.
 
 ```bash
 composer-run logs latest --follow
@@ -80,6 +80,7 @@ composer-run logs latest --follow
 | `--runs DIR` | Folder that holds runs; default COMPOSER_RUNS, else ./runs. |
 | `-f, --follow` | Go on with new lines until the run is over. |
 | `-n, --lines N` | Show the last N lines of a file. [default: 100; x>=0] |
+| `--replica RANK` | What this replica printed, asked of its executor. [x>=0] |
 """
     )
 

@@ -25,9 +25,9 @@ from parity_reference import build, fixed
 from parity_table import CASES, COMPLETIONS, GROUP_SIZE, LONGEST, PROMPTS, REWARDS, Case, Step, composite, rollout
 from safetensors.torch import save_file
 from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.torch_dtypes import PrecisionType
-from verl.trainer.config import CheckpointConfig
 from verl.workers.config import (
     ActorConfig,
     FSDPActorConfig,
@@ -40,7 +40,7 @@ from composer_core.batch import Rollouts
 from composer_verl.engine import Composed, ComposerEngine
 from composer_verl.rows import FIELD, Sample, encode
 
-PACKED = "+packed"
+PACKED, AHEAD = "+packed", "+ahead"
 """Behind the name of a case: see `Verl`."""
 
 
@@ -73,10 +73,14 @@ class Engine(ComposerEngine):
 
 
 class Verl:
-    """See the module; `packed`: sequences lie one behind the other, as on a GPU with flash attention."""
+    """See the module.
 
-    def __init__(self, *, packed: bool = False) -> None:
-        self._packed = packed
+    `packed`: sequences lie one behind the other, as on a GPU with flash attention. `ahead`: teachers read before the
+    first optimiser step.
+    """
+
+    def __init__(self, *, packed: bool = False, ahead: bool = False) -> None:
+        self._packed, self._ahead = packed, ahead
 
     def refuses(self, case: Case) -> str | None:
         """What it has no code for."""
@@ -87,7 +91,7 @@ class Verl:
     def run(self, case: Case, folder: Path, scratch: Path) -> Sequence[Step]:
         """One batch, then the case's optimiser steps on it."""
         with alone():
-            return train(case, folder, packed=self._packed)
+            return train(case, folder, packed=self._packed, ahead=self._ahead)
 
 
 @contextmanager
@@ -145,38 +149,57 @@ def actor_config(case: Case, loss_mode: str) -> ActorConfig:
     )
 
 
-def train(case: Case, folder: Path, *, share: range = range(len(REWARDS)), packed: bool = False) -> list[Step]:
+def train(
+    case: Case, folder: Path, *, share: range = range(len(REWARDS)), packed: bool = False, ahead: bool = False
+) -> list[Step]:
     """The case's optimiser steps on this process' share of the rollouts."""
+    engine, data, function = ready(case, folder, share=share, packed=packed, ahead=ahead)
+    return [take_step(engine, data, function) for _ in range(case.steps)]
+
+
+def ready(
+    case: Case,
+    folder: Path,
+    *,
+    share: range = range(len(REWARDS)),
+    packed: bool = False,
+    ahead: bool = False,
+    **more: Any,
+) -> tuple[ComposerEngine, TensorDict, Any]:
+    """An engine, a batch with all that its optimiser steps need, and the loss function; `more`: of verl's batch."""
     loss, engine = composite(case), make_engine(case, folder, packed=packed)
     data = batch_of(case, folder, loss, share=share)
-    tu.assign_non_tensor(
-        data,
-        temperature=case.temperature,
-        use_remove_padding=packed,
-        use_dynamic_bsz=False,
-        micro_batch_size_per_gpu=case.micro_batch,
-        global_batch_size=len(REWARDS),
-        calculate_entropy=False,
-        compute_loss=False,
-    )
+    told = {
+        "temperature": case.temperature,
+        "use_remove_padding": packed,
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": case.micro_batch,
+        "global_batch_size": len(REWARDS),
+        "calculate_entropy": False,
+        "compute_loss": False,
+    }
+    tu.assign_non_tensor(data, **{**told, **more})
     with engine.eval_mode():
         logps = engine.infer_batch(data)["model_output"]["log_probs"]
     data["old_log_probs"] = _responses(logps, data)
-    engine.compose(
-        Composed(
-            loss,
-            native=False,
-            policy_loss="composer_core",
-            longest=LONGEST,
-            total_steps=case.steps,
-            pad_id=engine.model_config.tokenizer.pad_token_id,
-        )
+    composed = Composed(
+        loss,
+        native=False,
+        policy_loss="composer_core",
+        longest=LONGEST,
+        total_steps=case.steps,
+        pad_id=engine.model_config.tokenizer.pad_token_id,
+        ahead=ahead,
     )
-    function = engine.loss_function(actor_config(case, "composer_core"))
-    return [_step(engine, data, function) for _ in range(case.steps)]
+    engine.compose(composed)
+    if ahead:
+        with engine.eval_mode():
+            data.update(engine.teach(data))
+    return engine, data, engine.loss_function(actor_config(case, "composer_core"))
 
 
-def _step(engine: ComposerEngine, data: TensorDict, function: Any) -> Step:
+def take_step(engine: ComposerEngine, data: TensorDict, function: Any) -> Step:
+    """One optimiser step, with all of its metrics among the losses."""
     with engine.train_mode():
         engine.optimizer_zero_grad()
         engine.forward_backward_batch(data.copy(), function)
@@ -188,8 +211,8 @@ def _step(engine: ComposerEngine, data: TensorDict, function: Any) -> Step:
         engine.optimizer_step()
     report = engine.report()
     assert report["fault"] is None, report["fault"]
-    (losses,) = report["steps"]
-    return Step({name: value for name, value in losses.items() if "loss/" in name}, gradients)
+    (metrics,) = report["steps"]
+    return Step(metrics, gradients)
 
 
 def batch_of(case: Case, folder: Path, loss: Any, *, share: range) -> TensorDict:
@@ -250,8 +273,10 @@ def _rank(rank: int, folder: Path, models: Path, names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     for name in names:
-        case = next(replace(case, micro_batch=2) for case in CASES if case.id == name.removesuffix(PACKED))
-        steps = train(case, models, share=range(rank * 4, rank * 4 + 4), packed=name.endswith(PACKED))
+        known, *form = name.partition("+")
+        case = next(replace(case, micro_batch=2) for case in CASES if case.id == known)
+        own, form = range(rank * 4, rank * 4 + 4), "".join(form)
+        steps = train(case, models, share=own, packed=form == PACKED, ahead=form == AHEAD)
         for number, step in enumerate(steps, start=1):
             save_file(dict(step.gradients), folder / f"{name}-{number}-{rank}.safetensors")
         (folder / f"{name}-{rank}.json").write_text(json.dumps([dict(step.losses) for step in steps]))

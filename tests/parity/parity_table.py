@@ -187,6 +187,14 @@ CASES = (
     # -- forms of the channels
     Case("forward-kl-clipped", sdpo={"divergence": "kl_teacher_student", "token_clip": 0.02}, micro_batch=4),
     Case("top-k", sdpo={"support": "topk", "k": 7}),
+    # its entries can be known before the student's logits are
+    Case(
+        "top-k-of-the-teacher",
+        sdpo={"support": "topk", "k": 7, "side": "teacher", "temperature": 2.0, "teacher": "self-live"},
+        temperature=1.7,
+        micro_batch=2,
+    ),
+    Case("top-k-of-the-frozen-teacher", sdpo={"support": "topk", "k": 7, "side": "teacher"}, **AFTER),
     Case("sampled", sdpo={"support": "sampled", "divergence": "kl_student_teacher"}),
     Case("taid", sdpo={"target": {"use": "taid", "start": 0.3}}, **AFTER),
     Case("gate", sdpo={"gate": {"use": "soft"}}),

@@ -18,6 +18,8 @@ NAMES = (
     "plain",
     "plain+packed",
     "top-k",
+    "top-k-of-the-teacher+ahead",
+    "top-k-of-the-frozen-teacher+ahead",
     "dapo-in-four",
     "teacher-live",
     "teacher-frozen",
@@ -28,7 +30,7 @@ NAMES = (
     "core-composer2",
     "core-lm-ce",
 )
-"""`+packed`: see `join_verl.py`."""
+"""`+packed`, `+ahead`: see `join_verl.py`."""
 CASES = {name: next(case for case in table.CASES if case.id == name.partition("+")[0]) for name in NAMES}
 
 

@@ -60,6 +60,7 @@ DIFFERENT = [
     ("plain", "forward-kl-clipped"),
     ("plain", "gate"),
     ("plain", "top-k"),
+    ("teacher-frozen", "top-k-of-the-frozen-teacher"),
     ("teacher-frozen", "taid"),
     ("dapo-in-four", "dapo-without-truncated"),
     ("core-gmpo", "core-k3"),

@@ -1,19 +1,21 @@
 """What every place to run has to be able to do; all else (`executor.py`) is shared.
 
 A `Service` starts one process per replica and answers questions about it. It keeps nothing in memory that another
-process would need: a handle says everything. It retries nothing, books nothing and waits for nobody: ledger, restarts,
-deadlines, log streams and the verdict over a whole job are the executor's. To add a place, write a `Service`, its
-settings and its line in `plugin.py`; the contract suite (`composer_core.testing.ExecutorContract`) then runs on it.
+process would need: a handle says everything, with the job's name under `job` in its facts. It retries nothing, books
+nothing and waits for nobody: ledger, restarts, deadlines, log streams and the verdict over a whole job are the
+executor's. To add a place, write a `Service`, its settings and its line in `plugin.py`; the contract suite
+(`composer_core.testing.executor_contract`) then runs on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from composer_core.jobs import JobHandle, JobStatus
+from composer_core.run.doctor import Finding
 
 LABEL = "composer-run"
 """Under which a job's name stands at a service that has labels; where it has none, the name begins so."""
@@ -31,13 +33,18 @@ class Replica:
     command: tuple[str, ...]
     """Program and arguments, the interpreter included."""
     env: Mapping[str, str]
-    """All that it is to get beside what the machine has, the contract's `COMPOSER_*` and the secrets' values among it:
-    never write it to a file that others can read, and never to one that stays."""
+    """All that it is to get beside what the machine has, the contract's `COMPOSER_*` among it and no secret."""
     folder: Path
     """Of this replica, on this machine, for what the service writes: scripts, logs, exit codes. It is there."""
     time_limit_s: float | None
     gpu: tuple[str, int] | None
-    """Kind in the service's own words, and how many; None: none."""
+    """Kind in the service's own words ("" for any), and how many; None: none."""
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """More of its environment: never written to a file, a command line or a listing that others can read, and not to
+    a file that stays. `render` gets them with empty values."""
+    detached: bool = False
+    """Whether it must live on when the process that submits it is gone. One that must not may do so only where the
+    service has no means to end it then; `composer-run reap` finds it."""
 
 
 class Service(Protocol):
@@ -83,5 +90,13 @@ class Service(Protocol):
         ...
 
     def leftovers(self, job: str | None) -> list[JobHandle]:
-        """What carries our label, of this job or of any; in this user's name only."""
+        """What carries our label and is not over, of this job or of any; in this user's name only. Needs no ledger:
+        the job's name, the rank and the attempt come from the service.
+        """
+        ...
+
+    def examine(self) -> Iterable[Finding]:
+        """For `composer-run doctor --executor`: what is installed, reachable and authorised, and one harmless real
+        probe; each with what to do.
+        """
         ...

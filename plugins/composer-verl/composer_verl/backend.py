@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import statistics
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -25,15 +23,19 @@ from composer_core.errors import ComposerError, NonFinite, RunFailed, UsageError
 from composer_core.loss.composite import CompositeLoss
 from composer_core.protocols import TrainResult
 from composer_core.run.context import RunContext
+from composer_core.run.doctor import Finding
 from composer_core.run.state import load_state, save_state
 from composer_core.traces.tool_format import require_tool_format
 from composer_verl import surface
 from composer_verl.cluster import LOCAL, cluster
 from composer_verl.config import machine_fields, prompt_fields
 from composer_verl.conversation import prompt_ids
+from composer_verl.diagnosis import findings
+from composer_verl.metrics import summed_up
 from composer_verl.rows import packed
 from composer_verl.settings import VerlSettings
 from composer_verl.trainer import ComposerTrainer
+from composer_verl.watch import gone
 
 PLACE = "verl"
 """State of the driver in a checkpoint, beside the ranks'."""
@@ -48,6 +50,10 @@ class VerlBackend:
     def check(self) -> list[str]:
         """Differences between the installed verl and the expected one."""
         return surface.problems()
+
+    def diagnose(self) -> Iterator[Finding]:
+        """See `composer_core.run.doctor.Diagnoses`."""
+        return findings(_environment(cuda=torch.cuda.is_available()))
 
     def train(self, run: RunContext, loss: CompositeLoss) -> TrainResult:
         """Train to `train.steps`, or to the end of the generation after which `run.stop_reason()` gives a reason."""
@@ -109,7 +115,7 @@ class _Training:
             closing = step == before + len(lines) and (evaluated or step == self._spec.train.steps)
             if step % self._spec.train.log_every and not closing:
                 continue
-            self._run.log_step(step, {**_means(self._unlogged), **(evaluated if closing else {})})
+            self._run.log_step(step, {**summed_up(self._unlogged), **(evaluated if closing else {})})
             self._unlogged.clear()
 
     def _save(self, step: int) -> None:
@@ -208,7 +214,7 @@ def _queue(config: DictConfig) -> Iterator[None]:
 
 @contextmanager
 def _told_plainly() -> Iterator[None]:
-    """An error of ours that was raised in one of verl's processes as what it was there; Ray's others in one sentence."""
+    """An error of ours from one of verl's processes as what it was there; Ray's others in one sentence."""
     try:
         yield
     except RayTaskError as error:
@@ -219,12 +225,4 @@ def _told_plainly() -> Iterator[None]:
             f"one of verl's processes failed: {type(cause).__name__}: {cause}", fix="its traceback is in logs/ray/"
         ) from error
     except RayError as error:
-        raise RunFailed(f"one of verl's processes is gone: {error}", fix="logs/ray/ says what it did last") from error
-
-
-def _means(lines: list[Mapping[str, float]]) -> dict[str, float]:
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    for line in lines:
-        for name, value in line.items():
-            values[name].append(value)
-    return {name: statistics.fmean(own) for name, own in values.items()}
+        raise RunFailed(gone(error), fix="logs/ray/ says what its processes did last") from error

@@ -1,12 +1,13 @@
 """What a rank of verl's engine holds: its shards of what is trained, the optimiser's, and the model as a folder.
 
-verl's own checkpoints are pickles; these are JSON and safetensors, one folder per rank, and fit the same number of ranks
-only. Weights that are not trained come from the model's folder again.
+verl's own checkpoints are pickles; these are JSON and safetensors, one folder per rank, and only fit the same number of
+ranks. Weights that are not trained come from the model's folder again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def load_engine(engine: ComposerEngine, checkpoint: Path) -> None:
 
 
 def local(value: Any) -> Any:
-    """This rank's part of a tensor, sharing its memory; anything else as it is."""
+    """Of a tensor this rank's part, sharing its memory; anything else as it is."""
     if isinstance(value, DTensor):
         return value.to_local()
     return value.detach() if isinstance(value, Tensor) else value
@@ -97,19 +98,63 @@ def _like(parameter: Tensor, value: Any) -> Any:
     return whole
 
 
-def export_model(engine: ComposerEngine, folder: Path, *, dtype: torch.dtype) -> None:
-    """Write the policy as a Hugging Face folder; a collective, of which rank 0 writes."""
-    from transformers import AutoModelForCausalLM
+def export_model(engine: ComposerEngine, folder: Path, *, dtype: torch.dtype, merge: bool) -> None:
+    """Write the policy as a Hugging Face folder; a collective, of which rank 0 writes.
 
-    weights, _ = engine.get_per_tensor_param()
+    Args:
+        engine: holds it.
+        folder: gets the whole model, or of a LoRA the adapter as peft reads it.
+        dtype: of the weights written.
+        merge: write the whole model with the adapter in it.
+    """
+    # of a LoRA these are the adapter's alone; gathered as they are asked for, on every rank
+    weights, adapter = engine.get_per_tensor_param(base_sync_done=True)
     whole: dict[str, Tensor] = {}
-    for name, value in weights:  # gathered as they are asked for, on every rank
+    for name, value in weights:
         if process_index() == 0:
             whole[name] = value.to("cpu", dtype)
     if process_index() != 0:
         return
+    engine.model_config.tokenizer.save_pretrained(folder)
+    if adapter is None:
+        _write_model(engine, folder, whole, dtype=dtype)
+    elif merge:
+        _write_merged(engine, folder, whole, dtype=dtype)
+    else:
+        _write_adapter(engine, folder, whole)
+
+
+def _write_model(engine: ComposerEngine, folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype) -> None:
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):  # only for how the folder is laid out
         model = AutoModelForCausalLM.from_config(engine.model_config.hf_config, dtype=dtype)
     model.generation_config = engine.model_config.generation_config or model.generation_config
-    model.save_pretrained(folder, state_dict=whole)
-    engine.model_config.tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=weights)
+
+
+def _write_merged(engine: ComposerEngine, folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype) -> None:
+    """The adapter on the model that the run began with, whose own weights were not trained."""
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    from composer_core.hf.models import load_policy
+
+    own = engine.model_config
+    # summed in float32, as the policy was: in bfloat16 a small adapter would vanish beside the weight
+    base = load_policy(Path(own.local_path), dtype="float32", trust_remote_code=own.trust_remote_code)
+    model = get_peft_model(base, copy(_adapter_config(engine)))
+    set_peft_model_state_dict(model, weights)
+    model.merge_and_unload().to(dtype).save_pretrained(folder)
+
+
+def _write_adapter(engine: ComposerEngine, folder: Path, weights: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    config = copy(_adapter_config(engine))
+    config.inference_mode = True  # as peft writes it
+    config.save_pretrained(folder)
+    save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
+
+
+def _adapter_config(engine: ComposerEngine) -> Any:
+    return engine.module.peft_config["default"]

@@ -1,27 +1,42 @@
 """The Ray cluster of a run: one of its own on this machine, started and stopped with it, or one that runs already.
 
-Ours listens on the loopback only and keeps its files in a short temporary folder, since its sockets' paths may not be
-long. When the run fails, what its processes wrote goes to `logs/ray/`. Nothing here stops a cluster that is not ours.
+Ours listens on the loopback only, as Ray runs what whoever reaches it sends. Its files stand in a short temporary
+folder, since paths of sockets may not be long; when the run fails, what its processes wrote goes to `logs/ray/`. Its
+processes end with this one, whatever ends it (after SIGKILL two of Ray's agents look for the rest for a minute); the
+folder that a killed run leaves is removed when the run is resumed.
+Nothing here stops a cluster that is not ours.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
+import signal
+import socket
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
-from composer_core.errors import MissingError
+from composer_core.errors import MissingError, Stopped
 
 LOCAL = "local"
 _OBJECTS = 500_000_000
 """Bytes of the local object store, which weights and batches pass through."""
+_KNOCK_SECONDS = 10.0
+_LOOPBACK = "127.0.0.1"
+_SETTINGS = {
+    # a token in the user's home would make Ray ask for it
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 
 
 @contextmanager
@@ -30,11 +45,12 @@ def cluster(options: Mapping[str, Any], *, logs: Path, environment: Mapping[str,
 
     Args:
         options: arguments of `ray.init`; the `address` `LOCAL` is a cluster of our own.
-        logs: where its processes' output goes when the run fails.
+        logs: of the run, one folder for each; its processes' output goes there when the run fails.
         environment: variables of all its processes.
 
     Raises:
         MissingError: nothing answers at the address.
+        Stopped: a SIGTERM came while Ray started.
     """
     wanted = {
         **options,
@@ -47,9 +63,12 @@ def cluster(options: Mapping[str, Any], *, logs: Path, environment: Mapping[str,
             yield
         return
     try:
-        ray.init(**wanted)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise MissingError(f"no Ray cluster answers: {error}", at="backend.ray", fix="ray: local") from error
+        _knock(wanted["address"])
+        _init(wanted)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise MissingError(
+            f"no Ray cluster answers at {wanted['address']}: {_sentence(error)}", at="backend.ray", fix="ray: local"
+        ) from error
     try:
         yield
     finally:
@@ -58,14 +77,15 @@ def cluster(options: Mapping[str, Any], *, logs: Path, environment: Mapping[str,
 
 @contextmanager
 def _own(options: Mapping[str, Any], logs: Path) -> Iterator[None]:
-    # a token in the user's home would make Ray ask for it
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    folder = Path(tempfile.mkdtemp(prefix="composer-ray-"))
-    own = {"object_store_memory": _OBJECTS, "_node_ip_address": "127.0.0.1", "_temp_dir": str(folder)}
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    _stay_on_loopback()
+    folder = _fresh_folder(logs)
+    own = {"object_store_memory": _OBJECTS, "_node_ip_address": _LOOPBACK, "_temp_dir": str(folder)}
     failed = True
     try:
-        ray.init(**{**own, **options})
+        _init({**own, **options})
+        folder.chmod(0o700)  # Ray has opened it to everybody
         yield
         failed = False
     finally:
@@ -75,6 +95,50 @@ def _own(options: Mapping[str, Any], logs: Path) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _init(options: Mapping[str, Any]) -> None:
+    """`ray.init`, which takes SIGTERM for itself: the run's own handler comes back."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(**options)
+    except SystemExit as ended:
+        if ended.code != signal.SIGTERM:  # what Ray's handler raises
+            raise
+        raise Stopped("received SIGTERM before the first step") from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _knock(address: str) -> None:
+    """Ray itself would try again for minutes where nothing listens.
+
+    Raises:
+        OSError: nothing does.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():  # not `auto`, which Ray finds at once or not at all
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
+
+
+def _stay_on_loopback() -> None:
+    """Keep Ray from making the address of a network interface of 127.0.0.1, and listening on all of them.
+
+    It does so wherever clusters are supported, which is decided when it is imported: this process has done that, its
+    children have not.
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _fresh_folder(logs: Path) -> Path:
+    """A new folder for the run of `logs`, in place of what a killed worker of that run left."""
+    prefix = f"composer-ray-{hashlib.sha256(str(logs.resolve()).encode()).hexdigest()[:8]}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        if not left.is_symlink() and left.stat().st_uid == os.getuid():
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=prefix))
+
+
 def _keep(folder: Path, logs: Path) -> None:
     """What Python processes said, not Ray's own bookkeeping."""
     target = logs / "ray"
@@ -82,3 +146,10 @@ def _keep(folder: Path, logs: Path) -> None:
     for file in folder.glob("session_2*/logs/worker-*"):
         if file.stat().st_size:
             shutil.copyfile(file, target / file.name)
+
+
+def _sentence(error: Exception) -> str:
+    """The first of what Ray says, which goes on for paragraphs."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")

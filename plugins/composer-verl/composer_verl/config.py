@@ -31,9 +31,10 @@ from composer_verl.refusals import (
     batch_problems,
     cluster_problems,
     dynamic_problems,
+    topk_problems,
     train_problems,
 )
-from composer_verl.settings import VerlSettings
+from composer_verl.settings import AHEAD, VerlSettings
 from composer_verl.shares import (
     generations,
     micro_batch,
@@ -83,6 +84,7 @@ def derive(spec: RunSpec) -> Derived:
         *train_problems(spec),
         *advantage_problems(spec),
         *cluster_problems(spec),
+        *topk_problems(spec),
         *rollout_problems(spec, backend="verl"),
         *option_problems(options, config, own=own),
         *dynamic_problems(spec, options),
@@ -342,7 +344,10 @@ def _notes(spec: RunSpec) -> Iterator[str]:
         yield f"{objective.name} averages within each micro-batch, so its result depends on train.micro_batch"
     if spec.model.dtype == "bfloat16":
         yield "bfloat16: verl keeps float32 weights and computes in bfloat16, so no update is lost, at twice the memory"
-    if settings.topk == "hook":
-        yield "topk: hook: the teacher's top k is computed before each batch, so a live or ema teacher is one step old"
+    if settings.topk == AHEAD:
+        yield (
+            "topk: batch: the teacher reads the hints of a batch of rollouts before the optimiser steps on it, "
+            f"{train.iterations} here, so a live or ema teacher stays as it is then, one batch old, for all of them"
+        )
     if settings.advantages != "core":
         yield f"advantages are verl's {settings.advantages}, of the plain rewards; the objective's own are not computed"

@@ -16,15 +16,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.ppo.core_algos import register_policy_loss
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.seqlen_balancing import restore_dynamic_batch
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
 
 from composer_core.batch import Batch, Rollouts
-from composer_core.errors import NonFinite
+from composer_core.errors import NonFinite, UsageError
 from composer_core.loss.composite import CompositeLoss
 from composer_core.loss.reading import Models
 from composer_core.loss.tap import Tap
@@ -32,7 +35,8 @@ from composer_core.run.collectives import world_size
 from composer_core.run.composition import Composition
 from composer_core.run.control import agree
 from composer_verl.rows import FIELD, channel_rows, decode, rollouts_of
-from composer_verl.view import EngineView, Forward
+from composer_verl.taught import for_queue, from_queue, likeliest, sources
+from composer_verl.view import EngineView, Forward, Reader
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Composed:
     """Completion tokens allowed."""
     total_steps: int
     pad_id: int
+    ahead: bool = False
+    """Teachers of a top-k divergence read before the update (`ComposerEngine.teach`), not in it."""
 
 
 class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
@@ -64,7 +70,14 @@ class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     # -- what the worker calls ---------------------------------------------------------------------------------------
 
     def compose(self, wanted: Composed) -> None:
-        """Compute these losses from now on; once, when the model is there and before the first step."""
+        """Compute these losses from now on; once, when the model is there and before the first step.
+
+        Raises:
+            UsageError: teachers are to read ahead, and no channel, or not every one, can learn from what they find.
+        """
+        self._sources = sources(wanted.loss, step=self._step) if wanted.ahead else ()
+        if wanted.ahead and not self._sources:
+            raise UsageError("no channel learns over a top k", at="backend.topk", fix="backend.topk: step")
         self._wanted = wanted
         self._composition = Composition(wanted.loss, self.module, native=wanted.native)
         self._found: str | None = None
@@ -76,6 +89,22 @@ class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def loss_function(self, config: Any) -> Any:
         """What verl backpropagates for a micro-batch; `config` is its ActorConfig."""
         return partial(ppo_loss if self._composition is None else self._loss, config=config)
+
+    def teach(self, data: Any) -> TensorDict:
+        """What teachers find likeliest for the hints of a batch, in its order: the fields of `taught.Source`.
+
+        On every rank, in eval mode, before the batch's first optimiser step.
+        """
+        composition = self._composition
+        assert composition is not None
+        self._sources = sources(composition.loss, step=self._step)
+        micro_batches, order = prepare_micro_batches(data, dp_group=self.get_data_parallel_group())
+        parts = [self._taught(composition, micro.to(get_device_id())) for micro in micro_batches]
+        found = {name: [own for part in parts for own in part[name]] for name in parts[0]}
+        nested = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in found.items()}
+        if order is not None:
+            nested = {name: restore_dynamic_batch(rows, order) for name, rows in nested.items()}
+        return TensorDict(nested, batch_size=len(data))
 
     def report(self) -> dict[str, Any]:
         """What the optimiser steps since the last call gave, the same on every rank: `steps`, their metrics in order,
@@ -119,7 +148,7 @@ class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         self._open(self._composition, data)
         outputs = super().forward_backward_batch(data, loss_function, forward_only)
         self._composition.add_up()
-        self._tap = self._micro = None  # logits would outlive the step, through the next generation
+        self._tap = self._micro = None  # nor outlive the step, through the next generation
         found, self._found = agree(self._found), None
         self._fault = self._fault or found
         if found is None:
@@ -145,6 +174,7 @@ class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         """See `FSDPEngineWithLMHead`."""
         if self._composition is not None and not forward_only:
             self._composition.add_up()  # the backward of the one before has run
+            self._tap = self._micro = None  # else its logits would stand beside the ones to come
         return super().forward_step(micro_batch, loss_function, forward_only)
 
     def prepare_model_outputs(self, output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +191,9 @@ class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         samples = decode(data[FIELD])
         rollouts = rollouts_of(data, samples)
         logps = _of_tokens(model_output["log_probs"].values(), rollouts)
-        view = self._view(composition, Forward(rollouts.seqs, tap, logps, composition.base.temperature))
+        forward = Forward(rollouts.seqs, tap, logps, composition.base.temperature)
+        taught = from_queue(self._sources, data) if self._wanted.ahead else None
+        view = EngineView(self._reader(composition), forward, taught=taught)
         self._micro = (view, rollouts)
         rows = channel_rows(samples, [active.name for active in composition.loss.active], step=self._step)
         try:
@@ -173,15 +205,32 @@ class ComposerEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             composition.drop()
             return logps.sum() * math.nan, {}
 
+    def _taught(self, composition: Composition, data: Any) -> dict[str, list[Tensor]]:
+        """Of one micro-batch, sample by sample."""
+        samples = decode(data[FIELD])
+        rollouts = rollouts_of(data, samples)
+        rows = channel_rows(samples, [active.name for active in composition.loss.active], step=self._step)
+        batches = composition.loss.batches(rows, Batch(rollouts=rollouts, step=self._step))
+        reader = self._reader(composition)
+        found: dict[str, list[Tensor]] = {}
+        for source in self._sources:
+            hints = batches[source.channel].hints
+            assert hints is not None  # a divergence is one of hints
+            at = hints.teacher[hints.weight != 0]
+            with reader.models.reading(source.model, grad=False):
+                logits = reader.read(hints.seqs, at, model=source.model)
+            found |= for_queue(source, likeliest(logits, hints.seqs.ids[at], source.spec), hints, rollouts)
+        return found
+
     def _policy_loss(self, **_: Any) -> tuple[Tensor, dict[str, Any]]:
         """The core's objective as verl calls a policy loss: scaled for the mean over ranks."""
         assert self._composition is not None
         assert self._micro is not None
         return world_size() * self._composition.policy_of(*self._micro), {}
 
-    def _view(self, composition: Composition, forward: Forward) -> EngineView:
+    def _reader(self, composition: Composition) -> Reader:
         models = Models(self.module, teacher=composition.teacher, reference=composition.reference)
-        return EngineView(models, forward, pad_id=self._wanted.pad_id, around_forward=self._autocast)
+        return Reader(models, pad_id=self._wanted.pad_id, around_forward=self._autocast)
 
     def _autocast(self) -> AbstractContextManager[None]:
         if self._autocast_dtype == torch.float32:

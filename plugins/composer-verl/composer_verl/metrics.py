@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _NAMES = {
@@ -22,6 +25,9 @@ _DROPPED = (
     "training/epoch",
 )
 """Beginnings of names that say nothing here: counts of our own, and numbers that need a known GPU."""
+_EXTREME = re.compile(r"[/_](max|min)$")
+"""Ends the names of extremes, whose mean would hide what they are there to show."""
+_SUMS: Mapping[str, Any] = {"max": max, "min": min, "": statistics.fmean}
 _TOKENS = "perf/total_num_tokens"
 
 
@@ -41,3 +47,17 @@ def translate(upstream: Mapping[str, Any], *, seconds: float, steps: int) -> dic
     if _TOKENS in upstream:
         metrics["tokens_per_s"] = float(upstream[_TOKENS]) * steps / seconds
     return metrics
+
+
+def summed_up(lines: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Several steps' metrics as one line: means, and the extreme of what verl gives as an extreme."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for line in lines:
+        for name, value in line.items():
+            values[name].append(value)
+    return {name: _SUMS[_kind(name)](own) for name, own in values.items()}
+
+
+def _kind(name: str) -> str:
+    found = _EXTREME.search(name)
+    return found[1] if found else ""

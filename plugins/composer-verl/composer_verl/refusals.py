@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from composer_core.channels.settings import ReplaySettings, SdpoSettings
 from composer_core.errors import Problem
 from composer_core.plugins.builtin_settings import ObjectiveSettings
 from composer_core.protocols import Aggregation
 from composer_core.spec.model import RunSpec
 from composer_verl.objectives import aggregation_of
 from composer_verl.options import ACTOR
+from composer_verl.settings import AHEAD
 from composer_verl.shares import micro_batch, needs_reference, objective_of, ranks, settings_of, share
 
 
@@ -92,6 +94,33 @@ def advantage_problems(spec: RunSpec) -> Iterator[Problem]:
             f"{advantages}, which sees the plain rewards",
             fix="backend.advantages: core",
         )
+
+
+def topk_problems(spec: RunSpec) -> Iterator[Problem]:
+    """Divergences that need more than the teacher's top k, where that is read before the update."""
+    if settings_of(spec).topk != AHEAD:
+        return
+    active = [(i, channel.settings) for i, channel in enumerate(spec.loss.channels) if channel.weight]
+    over = [(i, own) for i, own in active if isinstance(own, SdpoSettings) and own.support == "topk"]
+    if not over and all(isinstance(own, SdpoSettings | ReplaySettings) for _, own in active):
+        yield Problem(
+            key="backend.topk",
+            problem="batch: no channel learns over a top k",
+            fix="leave it out, or give channel sdpo support: topk and side: teacher",
+        )
+    for i, settings in over:
+        asked = {
+            "side": (settings.side, settings.side != "teacher"),
+            "target": ("taid", settings.target is not None),
+            "gate": ("set", settings.gate is not None),
+        }
+        for name in (name for name, (_, needed) in asked.items() if needed):
+            yield Problem(
+                key=f"loss.channels[{i}].{name}",
+                problem=f"{asked[name][0]}: it needs the student's and the teacher's logits at once, and with "
+                "backend.topk: batch the teacher has read the hints before",
+                fix="side: teacher, or backend.topk: step" if name == "side" else "leave it out, or backend.topk: step",
+            )
 
 
 def cluster_problems(spec: RunSpec) -> Iterator[Problem]:

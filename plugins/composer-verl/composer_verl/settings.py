@@ -10,6 +10,8 @@ from composer_core.plugins.settings import Settings
 
 CORE = "core"
 """The objective's own advantages."""
+AHEAD = "batch"
+"""Teachers read before the optimiser steps on a batch."""
 Estimator = Literal[
     "core",
     "rloo",
@@ -41,10 +43,11 @@ class VerlSettings(Settings):
     """Who compares rewards: `core` is `loss.objective` with its `scale_rewards` and penalties. Any other is verl's
     estimator of that name in place of those; it sees the plain rewards. verl's own `grpo` is not among them: it gives
     all of a rollout's tokens what it finds at the first, and `core` does what is meant by it."""
-    topk: Literal["engine", "hook"] = "engine"
-    """How a divergence over the top k is computed: `engine` reads the logits of the training forward beside a teacher
-    pass with the newest weights; `hook` is verl's own way for logits processors, with a teacher pass per batch, so the
-    teacher is one batch old."""
+    topk: Literal["step", "batch"] = "step"
+    """When the teacher of a divergence over its top k (`support: topk, side: teacher`) reads the hints. `step`: beside
+    each training forward, with the newest weights. `batch`: once, before the optimiser steps on a batch of rollouts; no
+    teacher's logits stand beside the student's then, and a live or ema teacher stays one batch old for all its steps.
+    Other sides, `target` and `gate` need the logits of both at once, so `step`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keys of verl's configuration, dotted or nested, checked against the installed version:
     `actor_rollout_ref.rollout.gpu_memory_utilization: 0.6`. A key that another part of the spec decides is refused with

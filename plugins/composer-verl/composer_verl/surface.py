@@ -27,7 +27,7 @@ _LOOP = "verl.experimental.agent_loop.agent_loop"
 _REPLICA = "verl.workers.rollout.replica"
 
 SIGNATURES: Mapping[str, tuple[str, ...]] = {
-    # engine.py and checkpoint.py
+    # engine.py, checkpoint.py
     f"{_ENGINE}.__init__": ("self", "model_config", "engine_config", "optimizer_config", "checkpoint_config"),
     f"{_ENGINE}._build_fsdp_module": ("self", "module"),
     f"{_ENGINE}.train_batch": ("self", "data", "loss_function"),
@@ -38,7 +38,13 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
     f"{_ENGINE}.optimizer_step": ("self",),
     f"{_ENGINE}.lr_scheduler_step": ("self",),
     f"{_ENGINE}.get_per_tensor_param": ("self", "layered_summon", "base_sync_done", "kwargs"),
+    f"{_ENGINE}.get_data_parallel_group": ("self",),
     "verl.workers.engine.base:EngineRegistry.register": ("model_type", "backend", "device", "vendor"),
+    "verl.workers.engine.utils:prepare_micro_batches": (
+        "data", "dp_group", "num_batches_divided_by", "same_micro_num_in_dp", "min_num_micro_batch",
+        "use_dynamic_bsz_balance",
+    ),
+    "verl.utils.seqlen_balancing:restore_dynamic_batch": ("data", "batch_idx_list"),
     "verl.workers.utils.losses:ppo_loss": ("config", "model_output", "data", "dp_group"),
     "verl.trainer.ppo.core_algos:register_policy_loss": ("name",),
     # worker.py
@@ -48,6 +54,7 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "verl.single_controller.base.decorator:register": (
         "dispatch_mode", "execute_mode", "blocking", "materialize_futures",
     ),
+    "verl.single_controller.base.decorator:make_nd_compute_dataproto_dispatch_fn": ("mesh_name",),
     # trainer.py
     f"{_TRAINER}.__init__": ("self", "config"),
     f"{_TRAINER}.init": ("self",),
@@ -65,12 +72,15 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
     f"{_TRAINER}.on_step_end": ("self",),
     f"{_TRAINER}.get_llm_client": ("self",),
     "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer.sample": ("self", "global_steps", "partition_id", "batch_size"),
+    "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._wait_for_next_poll": ("self", "partition_id", "last_debug_time"),
+    "verl.workers.rollout.llm_server:LLMServerManager.get_replicas": ("self",),
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.generate_sequences": ("self", "prompts"),
     f"{_LOOP}:AgentLoopManager.__init__": (
         "self", "config", "llm_client", "teacher_client", "reward_loop_worker_handles",
     ),
     "verl.utils.tensordict_utils:get_tensordict": ("tensor_dict", "non_tensor_dict"),
     "verl.utils.tensordict_utils:assign_non_tensor_data": ("tensor_dict", "key", "val"),
+    "verl.utils.tensordict_utils:assign_non_tensor": ("tensor_dict", "kwargs"),
     "transfer_queue:init": ("conf",),
     "transfer_queue:close": (),
     "transfer_queue:kv_batch_get": ("keys", "partition_id", "select_fields"),
@@ -110,7 +120,10 @@ FIELDS: Mapping[str, frozenset[str]] = {
     }),
     f"{_LOOP}:AgentLoopMetrics": frozenset({"generate_sequences", "tool_calls"}),
     f"{_REPLICA}:TokenOutput": frozenset({"token_ids", "log_probs", "stop_reason", "extra_fields"}),
-    "transfer_queue:KVBatchMeta": frozenset({"keys", "tags", "partition_id"}),
+    "transfer_queue:KVBatchMeta": frozenset({"keys", "tags", "partition_id", "fields"}),
+    "verl.workers.config:FSDPEngineConfig": frozenset({
+        "forward_only", "use_dynamic_bsz", "infer_max_token_len_per_gpu", "infer_micro_batch_size_per_gpu",
+    }),
 }  # fmt: skip
 """Record -> fields of it that we fill or read."""
 
@@ -133,10 +146,11 @@ USED: Mapping[str, frozenset[str]] = {
     _TRAINER: frozenset({
         "config", "tokenizer", "use_reference_policy", "total_training_steps", "role_worker_mapping",
         "actor_rollout_wg", "replay_buffer", "reward_loop_manager", "reward_loop_worker_handles",
-        "agent_loop_manager",
+        "agent_loop_manager", "llm_server_manager",
     }),
     _WORKER: frozenset({"actor", "engine", "loss_fn", "set_loss_fn"}),
-    "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer": frozenset({"poll_interval"}),
+    "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer": frozenset({"poll_interval", "_wait_for_next_poll"}),
+    f"{_LOOP}:AgentLoopManager": frozenset({"agent_loop_workers"}),
     f"{_LOOP}:AgentLoopBase": frozenset({
         "config", "tokenizer", "server_manager", "rollout_config", "apply_chat_template_kwargs",
     }),
@@ -154,8 +168,10 @@ NAMES = (
     "verl.single_controller.base.decorator:Dispatch.ONE_TO_ALL",
     f"{_REPLICA}:RolloutMode.HYBRID",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.create",
+    "verl.plugin.platform:PlatformBase",
     "verl.plugin.platform:PlatformRegistry.get",
     "verl.plugin.platform:get_platform",
+    "verl.utils.device:get_device_id",
     "verl.utils.device:get_device_name",
     "verl.utils.debug:marked_timer",
 )
@@ -276,8 +292,11 @@ def plugin_problems() -> Iterator[str]:
             f"this machine has no GPU, and {POLICY}={policy} keeps verl from loading its platform for one; unset it, "
             f"or add {ENTRY_POINT}"
         )
-    elif not _registered():
+    elif (kind := _registered()) is None:
         yield _unloaded(ours[0])
+    elif missing := sorted(kind.__abstractmethods__):
+        # verl would take the error for an answer, and go on as if there were a GPU
+        yield f"this machine has no GPU, and verl's platform for one lacks {', '.join(missing)}, which this verl wants"
 
 
 def _excluded() -> str | None:
@@ -287,9 +306,9 @@ def _excluded() -> str | None:
     return None if policy.lower() == "auto" or ENTRY_POINT in named else policy
 
 
-def _registered() -> bool:
-    registry, _ = _at("verl.plugin.platform:PlatformRegistry")
-    return registry is not None and registry.get(PLATFORM) is not None
+def _registered() -> Any:
+    registry, absent = _at("verl.plugin.platform:PlatformRegistry")
+    return None if absent else registry.get(PLATFORM)
 
 
 def _unloaded(entry: EntryPoint) -> str:

@@ -145,7 +145,9 @@ def by_sample(hints: Hints, rollouts: Seqs) -> Tensor:
     return rollouts.owner[hints.student[hints.weight != 0]].argsort(stable=True)
 
 
-def for_queue(source: Source, found: tuple[Tensor, Tensor], hints: Hints, rollouts: Rollouts) -> dict[str, list[Tensor]]:
+def for_queue(
+    source: Source, found: tuple[Tensor, Tensor], hints: Hints, rollouts: Rollouts
+) -> dict[str, list[Tensor]]:
     """`source.fields` of each sample of a micro-batch, from what `likeliest` gave for its hints."""
     order = by_sample(hints, rollouts.seqs)
     counts = rollouts.seqs.owner[hints.student[hints.weight != 0]].bincount(minlength=len(rollouts.seqs)).tolist()

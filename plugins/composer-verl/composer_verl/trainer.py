@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +49,8 @@ from composer_verl.generation import (
 from composer_verl.metrics import translate
 from composer_verl.records import Copies, rollout_texts
 from composer_verl.rows import FIELD, Sample, encode
-from composer_verl.settings import CORE, VerlSettings
+from composer_verl.settings import AHEAD, CORE, VerlSettings
+from composer_verl.watch import Watch
 from composer_verl.worker import ComposerWorker
 
 TRAIN, HELD_OUT = "train", "val"
@@ -90,6 +91,9 @@ class ComposerTrainer(PPOTrainerSync):  # type: ignore[misc]
         self.agent_loop_manager = AgentLoopManagerTQ.create(
             config=self.config, llm_client=self.get_llm_client(), teacher_client=None, reward_loop_worker_handles=None
         )
+        servers = [server for replica in self.llm_server_manager.get_replicas() for server in replica.servers]
+        loops = self.agent_loop_manager.agent_loop_workers
+        self._watch = Watch([*loops, *servers, *self.actor_rollout_wg.workers])
 
     def _init_dataloader(self) -> None:
         """None: the prompts come from the run, in an order that a checkpoint holds without a pickle."""
@@ -104,6 +108,14 @@ class ComposerTrainer(PPOTrainerSync):  # type: ignore[misc]
     def _build_replay_buffer(self) -> Any:
         buffer = super()._build_replay_buffer()
         buffer.poll_interval = _POLL_SECONDS
+        wait = buffer._wait_for_next_poll
+
+        def watchful_wait(*args: Any) -> Any:
+            self._watch.look()
+            return wait(*args)
+
+        # verl 0.9 has no other place for it: without, a run whose processes are gone would poll for ever
+        buffer._wait_for_next_poll = watchful_wait
         return buffer
 
     def _load_checkpoint(self) -> None:
@@ -184,31 +196,38 @@ class ComposerTrainer(PPOTrainerSync):  # type: ignore[misc]
         ]
         put: dict[str, Any] = {FIELD: encode(self._samples(order))}
         if self._settings.advantages == CORE:
-            put["advantages"] = put["returns"] = self._advantages(data, order)
-        return _put(batch, put)
+            put["advantages"] = put["returns"] = self._advantages({name: data[name] for name in fields}, order)
+        return self._taught(_put(batch, put))
+
+    def _taught(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """With what teachers that read ahead find for its rows."""
+        if self._settings.topk == AHEAD:
+            found = self.actor_rollout_wg.composer_teach(batch)
+            batch.fields = sorted({*batch.fields, *found.fields})
+        return batch
 
     def _index(self, key: str) -> int:
         """Of a rollout in the generation, from its key."""
         prompt, member = place_of(key)
         return prompt * self._train.group_size + member
 
-    def _advantages(self, data: TensorDict, order: Sequence[int | None]) -> Tensor:
+    def _advantages(self, data: Mapping[str, Tensor], order: Sequence[int | None]) -> Tensor:
         """(S, tokens) jagged, in the batch's order."""
         generation = self._taken()
         own = [row for row, index in enumerate(order) if index is not None]
         rows = sorted(own, key=lambda row: order[row])  # the generation's order
-        parts = {name: _jagged([data[name].unbind()[row] for row in rows]) for name in data.keys()}
-        values = advantages_of(
+        parts = {name: _jagged([values.unbind()[row] for row in rows]) for name, values in data.items()}
+        given = advantages_of(
             self._loss.objective,
             generation,
             parts["response_mask"],
             old=parts["old_log_probs"],
             reference=parts.get("ref_log_prob"),
         )
-        self._tell(generation, values)
+        self._tell(generation, given)
         mask = data["response_mask"].unbind()
-        given = [0.0 if index is None else float(values[index]) for index in order]
-        return _jagged([one.float() * value for one, value in zip(mask, given, strict=True)])
+        shown = [0.0 if index is None else float(given[index]) for index in order]
+        return _jagged([one.float() * value for one, value in zip(mask, shown, strict=True)])
 
     def _samples(self, order: Sequence[int | None]) -> list[Sample]:
         """What each sequence of the batch carries for the channels; a filler of verl's carries nothing."""
@@ -226,7 +245,7 @@ class ComposerTrainer(PPOTrainerSync):  # type: ignore[misc]
         ]
 
     def _drawn(self, count: int) -> list[dict[str, dict[str, list[Any]]]]:
-        """The rows that channels draw for the coming optimiser steps, spread over `count` rollouts and so over ranks."""
+        """What channels draw for the coming optimiser steps, spread over `count` rollouts and so over ranks."""
         spread: list[dict[str, dict[str, list[Any]]]] = [{} for _ in range(count)]
         for step in range(self.steps + 1, self.steps + 1 + self._train.iterations):
             for name, rows in self._loss.draw(step, 0, 1).items():
@@ -288,7 +307,9 @@ class ComposerTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def export(self, folder: Path) -> None:
         """Have the policy written as a Hugging Face folder."""
-        self.actor_rollout_wg.composer_export(str(folder), self._run.spec.model.dtype)
+        model = self._run.spec.model
+        merge = model.lora is not None and model.lora.merge
+        self.actor_rollout_wg.composer_export(str(folder), model.dtype, merge)
 
 
 def _copies(run: RunContext) -> Copies | None:

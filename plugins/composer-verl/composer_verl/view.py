@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from composer_core.batch import Hints, Seqs
 from composer_core.divergences import Divergence, Support
 from composer_core.errors import RunFailed
+from composer_core.loss.distributions import floored
 from composer_core.loss.head import chunk_size
 from composer_core.loss.outputs import picked_logps, scaled
 from composer_core.loss.reading import Models, check_same_tokens, packed_together
@@ -57,7 +58,7 @@ class Reader:
     """For the engine's autocast."""
 
     def read(self, seqs: Seqs, at: Tensor, *, model: Model) -> Tensor:
-        """The model's raw logits that predict the tokens at flat indices `at`, (len(at), V). Inside `models.reading`."""
+        """Raw logits that predict the tokens at flat indices `at`, (len(at), V). Call it inside `models.reading`."""
         network = self.models.network(model)
         ids, mask = seqs.padded(self.pad_id)
         if not ids.numel():  # nothing here, yet the other ranks run a forward: one padding token joins them
@@ -137,7 +138,7 @@ class EngineView:
     # -- its parts ---------------------------------------------------------------------------------------------------
 
     def _tapped_divergence(self, student: Tensor, taught: Tensor, spec: Divergence) -> tuple[Tensor, Tensor]:
-        """Values and gap, (K,) each, of the tokens at `student` from their teacher's logits, (K, V), which are used up."""
+        """Values and gap, (K,), of the tokens at `student` from their teacher's logits, (K, V), which are used up."""
         own = self._forward
         values, gap, probe = own.tap.divergence(own.rows(student), taught, spec, ids=own.seqs.ids[student])
         self.anchors.append(probe)
@@ -160,9 +161,9 @@ class EngineView:
             rows = slice(start, start + step)
             logits, spec = taught.logits(rows, vocab), taught.source.spec
             ids = self._forward.seqs.ids[student[rows]]
-            guessed = logits.gather(-1, ids[:, None]).squeeze(-1) / spec.temperature
+            seen = floored(logits.gather(-1, ids[:, None]).squeeze(-1) / spec.temperature)
             values, gap = self._tapped_divergence(student[rows], logits, spec)
-            found.append((values, gap + guessed - taught.own(rows)))
+            found.append((values, gap + seen - floored(taught.own(rows))))  # the token may be none of the top k
         values, gap = (torch.cat(parts) for parts in zip(*found, strict=True))
         return values, gap
 

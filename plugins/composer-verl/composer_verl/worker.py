@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from verl.single_controller.base.decorator import Dispatch, register
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from composer_core.errors import MissingError
@@ -21,6 +23,8 @@ from composer_verl.checkpoint import export_model, load_engine, save_engine
 from composer_verl.engine import Composed, ComposerEngine, register_engine
 from composer_verl.objectives import is_native, policy_loss_name
 from composer_verl.rows import unpacked
+from composer_verl.settings import AHEAD
+from composer_verl.shares import settings_of
 
 
 class ComposerWorker(ActorRolloutRefWorker):  # type: ignore[misc]
@@ -45,6 +49,21 @@ class ComposerWorker(ActorRolloutRefWorker):  # type: ignore[misc]
             engine.compose(wanted)
             self.actor.set_loss_fn(engine.loss_function(self.loss_fn.keywords["config"]))
 
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def composer_teach(self, data: TensorDict) -> TensorDict:
+        """See `ComposerEngine.teach`; in the micro-batches that verl reads old log-probs in."""
+        engine = self.actor.engine
+        sizes = engine.engine_config
+        tu.assign_non_tensor(
+            data,
+            use_dynamic_bsz=sizes.use_dynamic_bsz,
+            max_token_len_per_gpu=sizes.infer_max_token_len_per_gpu,
+            micro_batch_size_per_gpu=sizes.infer_micro_batch_size_per_gpu,
+        )
+        with engine.eval_mode():
+            found: TensorDict = engine.teach(data).cpu()
+        return found
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def composer_report(self) -> dict[str, Any]:
         """See `ComposerEngine.report`."""
@@ -62,13 +81,13 @@ class ComposerWorker(ActorRolloutRefWorker):  # type: ignore[misc]
         load_engine(self.actor.engine, Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def composer_export(self, folder: str, dtype: str) -> None:
-        """Write the policy as a Hugging Face folder, by rank 0."""
-        export_model(self.actor.engine, Path(folder), dtype=getattr(torch, dtype))
+    def composer_export(self, folder: str, dtype: str, merge: bool) -> None:
+        """Write the policy as a Hugging Face folder, by rank 0: its adapter where it has one, unless `merge`."""
+        export_model(self.actor.engine, Path(folder), dtype=getattr(torch, dtype), merge=merge)
 
 
 def join_on_cpu() -> None:
-    """Bring the ranks together over gloo where there is no GPU: verl would ask for a second backend of the same name."""
+    """Bring the ranks together over gloo where there is no GPU; verl would ask for it twice, which torch refuses."""
     if torch.cuda.is_available() or dist.is_initialized():
         return
     dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
@@ -88,4 +107,5 @@ def composed(rebuilt: Rebuilt, engine: ComposerEngine) -> Composed | None:
         longest=rebuilt.spec.train.max_completion_tokens,
         total_steps=rebuilt.spec.train.steps,
         pad_id=engine.model_config.tokenizer.pad_token_id,
+        ahead=settings_of(rebuilt.spec).topk == AHEAD,
     )

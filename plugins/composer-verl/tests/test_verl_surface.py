@@ -1,10 +1,14 @@
 """What the check at start says of a verl that differs, and of one that did not load our platform."""
 
+import ast
+import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import ray
@@ -143,6 +147,17 @@ def test_a_platform_that_loads_only_now_is_told_too(unregistered):
     ]
 
 
+def test_a_platform_that_verl_could_not_make(unregistered):
+    class Unfinished(composer_verl.platform_cpu.PlatformCPU):
+        """Of a verl that asks for more."""
+
+    Unfinished.__abstractmethods__ = frozenset({"warp_size"})
+    unregistered.setattr(PlatformRegistry, "_platforms", {"cpu": Unfinished})
+    assert list(surface.plugin_problems()) == [
+        "this machine has no GPU, and verl's platform for one lacks warp_size, which this verl wants"
+    ]
+
+
 def test_a_machine_with_gpus_needs_no_platform_of_ours(unregistered):
     unregistered.setattr(torch.cuda, "is_available", lambda: True)
     unregistered.setattr(surface, "entry_points", lambda group: [])
@@ -162,3 +177,49 @@ def test_in_a_real_process_verl_says_nothing_and_the_check_does():
         "['this machine has no GPU, and VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading its platform for one; "
         "unset it, or add composer_cpu']"
     )
+
+
+# -- what is looked at -------------------------------------------------------------------------------------------------
+
+PACKAGE = Path(surface.__file__).parent
+PROBE = {"probe.py"}
+"""Not part of a run: it fails by itself where verl differs."""
+
+
+def used_of_verl(file):
+    """`module:name` for each name of verl's or of its queue's that a file imports, or reads of an imported module."""
+    tree = ast.parse(file.read_text())
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names if is_theirs(alias.name)}
+        if isinstance(node, ast.ImportFrom) and is_theirs(node.module):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                if is_module(whole):
+                    modules[alias.asname or alias.name] = whole
+                else:
+                    yield f"{node.module}:{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            yield f"{modules[node.value.id]}:{node.attr}"
+
+
+def is_theirs(module):
+    return module.split(".")[0] in ("verl", "transfer_queue")
+
+
+def is_module(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def test_all_that_is_imported_of_verl_is_looked_at():
+    files = [file for file in sorted(PACKAGE.glob("*.py")) if file.name not in PROBE]
+    places = (*surface.SIGNATURES, *surface.FIELDS, *surface.USED, *surface.NAMES)
+    looked_at = {re.match(r"[\w.]+:\w+", place)[0] for place in places}
+    used = {place for file in files for place in used_of_verl(file)}
+    assert len(used) > 30
+    assert used <= looked_at, sorted(used - looked_at)

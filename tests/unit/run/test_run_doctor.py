@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_core.plugins.contributions import RewardPlugin
+from composer_core.plugins.contributions import BackendPlugin, RewardPlugin
 from composer_core.plugins.hookspecs import hookimpl
 from composer_core.plugins.registry import Owner, PluginProblem, Registry
 from composer_core.run import doctor
@@ -130,6 +130,86 @@ def test_deep_imports_every_contribution(look):
     assert (found.level, found.fix) == (Level.FAIL, "pip install nowhere")
     assert found.found.endswith("No module named 'nowhere_at_all'")
     assert look("contributions", registry=registry, deep=True).found == "0 of 1 load and can be made"
+
+
+class Trainer:
+    """Of whom a doctor may ask more than of others."""
+
+    def __init__(self, settings):
+        pass
+
+    def check(self):
+        return []
+
+    def train(self, run, loss):
+        raise AssertionError("a doctor trains nothing")
+
+
+class Sound(Trainer):
+    def diagnose(self):
+        yield Finding("kernels", Level.OK, "as the core's")
+        yield Finding("network", Level.WARN, "slow", "another one")
+
+
+class Unsound(Sound):
+    def diagnose(self):
+        yield Finding("kernels", Level.OK, "as the core's")
+        raise ZeroDivisionError("division by zero")
+
+
+class Absent(Sound):
+    def check(self):
+        return ["it is another release"]
+
+
+@pytest.fixture
+def backend():
+    """`backend(Sound)`: a registry with that trainer alone, called `it`."""
+
+    def registry(kind):
+        class Offer:
+            @hookimpl
+            def composer_backends(self):
+                yield BackendPlugin(name="it", summary="", target=f"{__name__}:{kind.__name__}")
+
+        found = Registry()
+        found.add(Offer(), Owner("acme", "1.0"))
+        return found
+
+    return registry
+
+
+def deep(registry, tmp_path):
+    findings = examine(registry, tmp_path, tmp_path, deep=True)
+    after = next(i for i, finding in enumerate(findings) if finding.name == "devices") + 1
+    return [(f.name, str(f.level), f.found, f.fix) for f in findings[after:]]
+
+
+def test_a_backend_adds_what_it_finds(backend, tmp_path):
+    assert deep(backend(Sound), tmp_path) == [
+        ("kernels", "ok", "as the core's", ""),
+        ("network", "warn", "slow", "another one"),
+        ("contributions", "ok", "1 of 1 load and can be made", ""),
+    ]
+
+
+def test_a_backend_that_has_nothing_more_to_say_adds_nothing(backend, tmp_path):
+    assert deep(backend(Trainer), tmp_path) == [("contributions", "ok", "1 of 1 load and can be made", "")]
+
+
+def test_a_diagnosis_that_breaks_is_a_finding(backend, tmp_path):
+    assert deep(backend(Unsound), tmp_path) == [
+        ("kernels", "ok", "as the core's", ""),
+        ("backend it", "fail", "its diagnosis ended with ZeroDivisionError: division by zero", ""),
+        ("contributions", "ok", "1 of 1 load and can be made", ""),
+    ]
+
+
+def test_a_backend_whose_check_fails_is_asked_no_more(backend, tmp_path):
+    assert deep(backend(Absent), tmp_path) == [
+        ("backend it", "fail", "it is another release", ""),
+        ("contributions", "ok", "0 of 1 load and can be made", ""),
+    ]
 
 
 def test_another_release_than_the_tested_one_is_a_warning(look, monkeypatch):
