@@ -6,8 +6,8 @@
               gradient over the pairs, logits at the scored positions only, and no loss on them
 
 All get the configuration that Composer derives from the spec, made into engines the way verl's worker does it, the same
-weights and batches (`verl_tasks.py`), and learning rate next to 0, so that every step is the same work. Rows of channels
-are prepared before the clock starts, as verl's driver does in a process of its own; reading them is timed.
+weights and batches (`verl_tasks.py`), and learning rate next to 0, so that every step is the same work. Rows of
+channels are prepared before the clock starts, as verl's driver does in a process of its own; reading them is timed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ DeepOption = Annotated[
 ]
 ExecutorOption = Annotated[
     str | None,
-    typer.Option("--executor", metavar="NAME", help="Look at this executor alone: what it needs, and a probe."),
+    typer.Option("--executor", metavar="NAME", help="Look at this executor alone, with a harmless probe."),
 ]
 SetOption = Annotated[
     list[str] | None,

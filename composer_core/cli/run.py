@@ -85,7 +85,11 @@ def start(
     detach: bool = False,
 ) -> int:
     """Run the directory's plan on the executor, from the checkpoint of step `resume` where given; its exit code."""
+    from composer_core.jobs import LEDGER, Attaches
+
     job = replace(_job(options, directory, quiet=quiet, resume=resume), detached=detach)
+    if not isinstance(executor, Attaches):
+        (directory.path / LEDGER).unlink(missing_ok=True)  # of an earlier part of the run, which went elsewhere
     try:
         handles = executor.launch(job)
         if not detach:
@@ -126,15 +130,14 @@ def _job(options: GlobalOptions, directory: RunDirectory, *, quiet: bool, resume
         environment[DISABLE_VARIABLE] = ",".join(sorted(options.disabled)) if options.third_party else "*"
     more = [*(["--quiet"] if quiet else []), *([] if resume is None else ["--resume", str(resume)])]
     plan = directory.read_json("plan.json")
+    spent_s = 0.0 if resume is None else spent_seconds(directory)
     return Job(
         name=directory.name,
         argv=("-m", "composer_core.run.worker", str(directory.plan), *more),
         run_dir=directory.path,
         env=environment,
         secrets=tuple(plan.get("required_env", ())),
-        time_limit_s=_seconds_left(
-            plan["spec"]["limits"]["hours"], 0.0 if resume is None else spent_seconds(directory)
-        ),
+        time_limit_s=_seconds_left(plan["spec"]["limits"]["hours"], spent_s),
         quiet=quiet,
     )
 

@@ -145,6 +145,7 @@ def _guard(orders: Orders, keeper: int, inbox: _Inbox) -> int:
         for wish in wishes:
             if wish is not signal.SIGHUP:
                 os.kill(keeper, wish)
+                os.kill(keeper, signal.SIGCONT)  # one that was stopped takes nothing else
         # the kernel sends SIGHUP for the end of the launcher's thread too
         if orders.launcher and os.getppid() != orders.launcher and not told:
             told = True

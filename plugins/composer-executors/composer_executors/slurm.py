@@ -5,7 +5,7 @@ and the file that says how it ended stand in the replica's folder. A handle's id
 
 A task gets the environment of sbatch, which is this process's own with what the replica adds, secrets among it; the
 script holds names, no values. Slurm keeps that environment in its own spool, readable for its administrator, and, where
-the cluster is set so (AccountingStoreFlags=job_env), in its database for `sacct --env-vars`.
+the cluster is set so (AccountingStoreFlags=job_env), in its database, where `sacct --env-vars` shows it to the user.
 
 Not here: the script (`slurm_script.py`), what states mean (`slurm_states.py`), what complaints mean
 (`slurm_commands.py`), `doctor` (`slurm_doctor.py`).
@@ -13,7 +13,6 @@ Not here: the script (`slurm_script.py`), what states mean (`slurm_states.py`), 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,9 +24,10 @@ from composer_executors.executor import ServiceExecutor
 from composer_executors.service import Replica
 from composer_executors.slurm_commands import call, complaint, refused
 from composer_executors.slurm_doctor import examine
-from composer_executors.slurm_script import ASK, END, Array, arrays, read_label, script
+from composer_executors.slurm_script import ASK, CANCELLED, END, Array, arrays, read_label, script
 from composer_executors.slurm_states import (
     ACCOUNT_FORMAT,
+    NEVER_RAN,
     QUEUE_FORMAT,
     STATES,
     Record,
@@ -75,7 +75,7 @@ class SlurmService:
             first = array.replicas[0]
             file = first.folder / _script_name(array)
             write_text(file, script(array, self._settings))
-            done = call("sbatch", "--parsable", str(file), env={**os.environ, **first.env, **first.secrets})
+            done = call("sbatch", "--parsable", str(file), more={**first.env, **first.secrets})
             if done.returncode:
                 raise refused(done)
             job = done.stdout.strip().split(";")[0]  # the cluster's name follows where there are several
@@ -104,6 +104,8 @@ class SlurmService:
 
     def log(self, handle: JobHandle, offset: int) -> bytes:
         """At most a megabyte at once."""
+        if "log" not in handle.facts:
+            return b""  # found by its label, and gone before Slurm could say where it writes
         try:
             with Path(handle.facts["log"]).open("rb") as file:
                 file.seek(offset)
@@ -113,27 +115,32 @@ class SlurmService:
 
     def terminate(self, handle: JobHandle) -> None:
         """SIGTERM to the command, by way of the script; a task that waits is taken out of the queue."""
-        # in this order: one that starts in between gets the signal
-        _cancel(handle, "--state=PENDING")
-        _cancel(handle, "--batch", f"--signal={ASK}")
+        record = _active(handle)
+        if record is not None and _waits(record):
+            _take_out(handle)
+        elif record is not None:
+            _cancel(handle, "--batch", f"--signal={ASK}")
 
     def kill(self, handle: JobHandle) -> None:
         """The script ends the command at once; what is left ends as Slurm ends a job, SIGKILL after its KillWait."""
-        _cancel(handle, "--batch", f"--signal={END}")
-        _cancel(handle)
+        record = _active(handle)
+        if record is not None and _waits(record):
+            _take_out(handle)
+        elif record is not None:
+            _cancel(handle, "--batch", f"--signal={END}")
+            _cancel(handle)
 
     def remains(self, handle: JobHandle) -> str:
         """A task that has a node or waits for one."""
         try:
-            records = _queue(_arrays_of([handle]))
+            record = _active(handle)
         except (MissingError, RunFailed) as error:
             return f"perhaps job {handle.id} of Slurm: {error.problem}"
-        states = [one.state for one in records if _is_of(one, handle) and not _is_over(one)]
-        return f"job {handle.id} of Slurm ({states[0]})" if states else ""
+        return f"job {handle.id} of Slurm ({record.state})" if record is not None else ""
 
     def leftovers(self, job: str | None) -> list[JobHandle]:
         """By the comment of this user's jobs that wait or run."""
-        done = call("squeue", "-a", "-r", "-h", "-u", str(os.getuid()), "-O", QUEUE_FORMAT)
+        done = call("squeue", "-a", "-r", "-h", "--me", "-O", QUEUE_FORMAT)
         if done.returncode:
             raise complaint(done)
         found = [(record, read_label(record.comment)) for record in read_queue(done.stdout)]
@@ -144,11 +151,11 @@ class SlurmService:
         return examine(self._settings)
 
     def _statuses(self, handles: Sequence[JobHandle], records: Sequence[Record]) -> dict[str, JobStatus]:
+        found = [(handle, _record_of(handle, records)) for handle in handles]
         return {
             handle.id: status_of(record, _exit_file(handle), requeue=self._settings.requeue)
-            for handle in handles
-            for record in records
-            if _is_of(record, handle)
+            for handle, record in found
+            if record is not None
         }
 
     def _found(self, record: Record, job: str, attempt: int) -> JobHandle:
@@ -182,20 +189,41 @@ def _accounts(handles: Sequence[JobHandle]) -> list[Record]:
 
 
 def _cancel(handle: JobHandle, *how: str) -> None:
-    # with the name, since ids are used again when a cluster is set up anew
-    done = call("scancel", *how, f"--name={handle.facts['job']}", handle.id)
+    # no filter of scancel's, such as --name: with one, 22.05 cancels all tasks that wait where one was meant
+    done = call("scancel", *how, handle.id)
     # of a job that is over it says nothing, or that there is none; one that is just starting it tries for some seconds
     if done.returncode and done.stderr.strip() and UNHEARD_OF not in done.stderr:
         raise complaint(done)
 
 
-def _is_of(record: Record, handle: JobHandle) -> bool:
-    return (record.id, record.name) == (handle.id, handle.facts["job"])
+def _take_out(handle: JobHandle) -> None:
+    """Out of the queue; of one of several tasks that wait, Slurm then knows nothing more, so we note it."""
+    _cancel(handle)
+    if (file := _exit_file(handle)) is not None:
+        write_text(file, f"{NEVER_RAN} {CANCELLED}\n")
 
 
-def _is_over(record: Record) -> bool:
-    state = STATES.get(record.state)
-    return state is not None and state.over
+def _active(handle: JobHandle) -> Record | None:
+    """None where it is over or forgotten."""
+    record = _record_of(handle, _queue(_arrays_of([handle])))
+    return None if record is None or _mapped(record).over else record
+
+
+def _record_of(handle: JobHandle, records: Sequence[Record]) -> Record | None:
+    """Of the task, or of those of its array that were cancelled before they had started. The name tells a job from a
+    later one of the same id: a cluster that is set up anew counts from 1.
+    """
+    ours = [one for one in records if one.name == handle.facts["job"]]
+    array = handle.id.partition("_")[0]
+    return next((one for wanted in (handle.id, array) for one in ours if one.id == wanted), None)
+
+
+def _waits(record: Record) -> bool:
+    return _mapped(record) is JobState.PENDING
+
+
+def _mapped(record: Record) -> JobState:
+    return STATES.get(record.state, JobState.UNKNOWN)
 
 
 def _arrays_of(handles: Sequence[JobHandle]) -> str:

@@ -64,14 +64,14 @@ REFUSALS = (
 )
 
 
-def call(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands in this environment, by default this process's own; its exit code is the caller's
-    to judge.
+def call(*argv: str, more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands in this process's environment with these variables added; its exit code is the
+    caller's to judge.
 
     Raises:
         MissingError: the command is not installed, or Slurm does not answer or does not let us in.
     """
-    environment = plain_environment(os.environ if env is None else env)
+    environment = {**plain_environment(os.environ), **(more or {})}
     _find(argv[0], environment)
     try:
         done = subprocess.run(
@@ -88,7 +88,7 @@ def call(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.Complet
 
 
 def plain_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Without the variables that steer Slurm's commands, except where its configuration is."""
+    """Without what steers Slurm's commands, except where its configuration is, and without this run's own parent."""
     return {
         name: value
         for name, value in env.items()

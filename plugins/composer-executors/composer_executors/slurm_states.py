@@ -57,6 +57,8 @@ NEVER_STARTS = frozenset(
     {"BadConstraints", "PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "InvalidAccount", "InvalidQOS"}
 )
 """Reasons to wait that no passing of time ends."""
+NEVER_RAN = "-"
+"""First word of an exit file, in place of a code, of a replica that we took out of the queue."""
 QUEUE_FORMAT = ",".join(
     f"{name}:|" for name in ("ArrayJobID", "ArrayTaskID", "State", "Reason", "exit_code", "Comment", "Name")
 )
@@ -69,7 +71,7 @@ class Record:
     """One task as Slurm knows it."""
 
     id: str
-    """`ARRAY_RANK`."""
+    """`ARRAY_RANK`; `ARRAY` of tasks that were cancelled while they waited."""
     state: str
     reason: str
     code: int | None
@@ -84,12 +86,11 @@ class Record:
 
 
 def read_queue(text: str) -> list[Record]:
-    """Of `squeue -h -r -O QUEUE_FORMAT`; lines that are no task of an array are left out."""
+    """Of `squeue -h -r -O QUEUE_FORMAT`."""
     fields = [line.removesuffix("|").split("|", 6) for line in text.splitlines()]
     return [
-        Record(f"{array}_{task}", state, reason, exit_code(code), comment, name)
+        Record(f"{array}_{task}" if task.isdigit() else array, state, reason, exit_code(code), comment, name)
         for array, task, state, reason, code, comment, name in fields
-        if task.isdigit()
     ]
 
 
@@ -130,8 +131,10 @@ def status_of(record: Record, exit_file: Path | None, *, requeue: bool) -> JobSt
         return JobStatus(state, reason=f"unschedulable: {waits}" if waits in NEVER_STARTS else waits)
     if record.state == "FAILED":
         return _failed(record, exit_file)
-    code = record.code if state is JobState.SUCCEEDED or record.code else None  # 0 is said of all that has none
-    return JobStatus(state, code, REASONS.get(record.state, "" if state is JobState.SUCCEEDED else record.state))
+    if state is JobState.SUCCEEDED:
+        return JobStatus(state, 0)
+    # the code of one that Slurm ended says how far it came with that, and differs from time to time
+    return JobStatus(state, None, REASONS.get(record.state, record.state))
 
 
 def status_of_file(exit_file: Path | None) -> JobStatus | None:
@@ -139,7 +142,7 @@ def status_of_file(exit_file: Path | None) -> JobStatus | None:
     try:
         text = exit_file.read_text() if exit_file is not None else ""
         code, wish = text.split()
-        return _by_script(_of_shell(int(code)), wish)
+        return _by_script(None if code == NEVER_RAN else _of_shell(int(code)), wish)
     except (OSError, ValueError):
         return None  # it never came so far: whoever asks says what else is known
 

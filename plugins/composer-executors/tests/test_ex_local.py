@@ -359,10 +359,10 @@ def test_a_stop_within_the_grace_keeps_the_exit_code(place):
     assert place.end(handle) == JobStatus(JobState.FAILED, 5, "timeout")
 
 
-def test_a_stopped_command_and_a_stopped_guard_can_be_killed(place, tmp_path):
+def test_what_was_stopped_can_be_killed_with_all_that_minds_it(place, tmp_path):
     handle, pids = family(place, tmp_path, SLEEP)
-    os.kill(pids[0], signal.SIGSTOP)
-    os.kill(int(handle.id), signal.SIGSTOP)
+    for pid in (pids[0], keeper_of(handle), int(handle.id)):
+        os.kill(pid, signal.SIGSTOP)
     place.service.kill(handle)
     assert all(map(is_gone, pids))
     assert place.end(handle).state is JobState.CANCELLED

@@ -4,6 +4,7 @@ import getpass
 import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from slurm_service import slurm, slurm_cluster  # noqa: F401
@@ -54,6 +55,13 @@ def until(service, handle, wanted, *, seconds=30.0):
         assert time.monotonic() < deadline, status
         time.sleep(0.1)
     return status
+
+
+def until_polled(service, handles, wanted):
+    deadline = time.monotonic() + 30
+    while (statuses := service.poll(handles)) != wanted:
+        assert time.monotonic() < deadline, statuses
+        time.sleep(0.1)
 
 
 def until_up(service, handle):
@@ -141,7 +149,8 @@ UNAVAILABLE = "Batch job submission failed: Requested node configuration is not 
         (
             {"cpus_per_task": 99},
             {},
-            f"executor.gpu, cpus_per_task or mem: Slurm refuses: {UNAVAILABLE}\n  fix: {NODES}",
+            "executor.cpus_per_task: Slurm refuses: Batch job submission failed: More processors requested than "
+            f"permitted\n  fix: {NODES}",
         ),
         (
             {"constraint": "nofeat"},
@@ -195,19 +204,23 @@ def test_no_sbatch_is_missing(slurm, replicas, monkeypatch):  # noqa: F811
 # -- cancelled, by us and by others ------------------------------------------------------------------------------------
 
 
-def test_a_replica_that_waits_is_taken_out_of_the_queue(service, replicas):
+def test_only_the_replica_that_was_meant_is_taken_out_of_the_queue(service, replicas):
     here = service(sbatch={"begin": "now+1hour"})
-    (handle,) = here.submit(replicas(SLEEP))
-    assert until(here, handle, [JobState.PENDING]).reason == "BeginTime"
-    here.terminate(handle)
-    assert until_over(here, handle).state is JobState.CANCELLED
-    assert here.remains(handle) == ""
+    first, second, third = here.submit(replicas(SLEEP, 3))
+    waits = JobStatus(JobState.PENDING, None, "BeginTime")
+    until_polled(here, [first], [waits])
+    here.terminate(first)
+    gone = JobStatus(JobState.CANCELLED, None, "cancelled")
+    until_polled(here, [first, second, third], [gone, waits, waits])
+    here.kill(second)
+    until_polled(here, [first, second, third], [gone, gone, waits])
+    assert (here.remains(second), here.remains(third)) == ("", f"job {third.id} of Slurm (PENDING)")
+    here.kill(third)
+    until_polled(here, [first, second, third], [gone, gone, gone])
 
 
 def test_one_of_two_is_asked_to_end_and_saves(service, replicas):
-    code = (
-        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); print('up', flush=True); time.sleep(9)"
-    )
+    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); print('up', flush=True); time.sleep(9)"
     here = service()
     first, second = here.submit(replicas(code, 2))
     until_up(here, first)
@@ -246,9 +259,12 @@ def test_a_job_of_the_same_id_and_another_name_is_left_alone(service, replicas):
     assert here.poll([handle])[0].state is JobState.RUNNING
 
 
-def test_leftovers_tell_all_that_a_handle_does(service, replicas):
-    here = service()
+@pytest.mark.parametrize("options", [{}, {"begin": "now+1hour"}], ids=["running", "waiting"])
+def test_leftovers_tell_all_that_a_handle_does(service, replicas, options):
+    here = service(sbatch=options)
     handles = list(here.submit(replicas(SLEEP, 2)))
+    for handle in handles if not options else ():
+        until_up(here, handle)
     name = handles[0].facts["job"]
     assert sorted(here.leftovers(name), key=lambda one: one.rank) == handles
     assert [one for one in here.leftovers(None) if one.facts["job"] == name]
@@ -276,11 +292,11 @@ def test_one_that_may_be_requeued_runs_again_as_another_attempt(slurm, service, 
     (handle,) = here.submit(replicas(ATTEMPT))
     until_up(here, handle)
     slurm.ask("scontrol", "requeue", handle.id)
-    until(here, handle, [JobState.PENDING])
-    slurm.ask("scontrol", "update", f"JobId={handle.id}", "StartTime=now")
+    until_polled(here, [handle], [JobStatus(JobState.PENDING, None, "BeginTime")])
     deadline = time.monotonic() + 30
     while here.log(handle, 0).count(b"up\n") < 2 and time.monotonic() < deadline:
-        time.sleep(0.2)
+        slurm.ask("scontrol", "update", f"JobId={handle.id}", "StartTime=now")  # else in two minutes
+        time.sleep(0.5)
     lines = [line for line in here.log(handle, 0).decode().splitlines() if re.fullmatch(r"[01]", line)]
     assert lines == ["0", "1"]
     assert here.poll([handle])[0].state is JobState.RUNNING
@@ -302,6 +318,7 @@ def test_a_node_that_does_not_see_the_folder_is_said(slurm, service, replicas): 
 # -- forgotten, and a controller that is away --------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # Slurm forgets every few seconds
 def test_what_slurm_forgot_is_known_from_the_exit_file_alone(slurm, service, replicas):  # noqa: F811
     here = service()
     slurm.configure(min_job_age=2)
@@ -315,8 +332,7 @@ def test_what_slurm_forgot_is_known_from_the_exit_file_alone(slurm, service, rep
     finally:
         slurm.configure(min_job_age=300)
     assert here.poll([handle]) == [JobStatus(JobState.FAILED, 3)]
-    (file,) = (path for path in map(type(slurm.folder), [handle.facts["exit"]]))
-    file.unlink()
+    Path(handle.facts["exit"]).unlink()
     assert here.poll([handle]) == [UNKNOWN]
 
 
@@ -330,8 +346,8 @@ def test_a_controller_that_goes_away_and_comes_back(slurm, service, replicas):  
         (status,) = here.poll([handle])
         assert status.state is JobState.UNKNOWN
         assert status.reason == (
-            "no controller of Slurm answers: slurm_load_jobs error: Unable to contact slurm controller (connect "
-            f"failure) (SLURM_CONF is {slurm.conf})"
+            "no controller of Slurm answers: Unable to contact slurm controller (connect failure) "
+            f"(SLURM_CONF is {slurm.conf})"
         )
         assert here.remains(handle).startswith(f"perhaps job {handle.id} of Slurm: no controller")
         with pytest.raises(MissingError, match="no controller of Slurm answers"):

@@ -24,14 +24,15 @@ def status(state, *, reason="None", code=0, file=None, requeue=False):
 
 
 def test_lines_of_squeue():
-    # as 22.05 prints them; the second is no array, and the name of the third has a bar
+    # as 22.05 prints them; the second are tasks cancelled while they waited, and the name of the third has a bar
     text = (
         "3|0|FAILED|NonZeroExitCode|1280|composer-run:a:0|a|\n"
-        "7|N/A|FAILED|BadConstraints|1|(null)|e.sh|\n"
+        "7|N/A|CANCELLED|BeginTime|0|(null)|a|\n"
         "20|2|RUNNING|None|0|(null)|b|c|\n"
     )
     assert read_queue(text) == [
         Record("3_0", "FAILED", "NonZeroExitCode", 5, "composer-run:a:0", "a"),
+        Record("7", "CANCELLED", "BeginTime", 0, "(null)", "a"),
         Record("20_2", "RUNNING", "None", 0, "(null)", "b|c"),
     ]
 
@@ -83,10 +84,10 @@ def test_exit_codes_are_those_of_subprocess(text, code):
         ),
         ("FAILED", "BadConstraints", -1, JobStatus(JobState.FAILED, None, "unschedulable: BadConstraints")),
         ("TIMEOUT", "TimeLimit", 0, JobStatus(JobState.FAILED, None, "timeout")),
-        ("OUT_OF_MEMORY", "OutOfMemory", -9, JobStatus(JobState.FAILED, -9, "oom")),
+        ("OUT_OF_MEMORY", "OutOfMemory", -9, JobStatus(JobState.FAILED, None, "oom")),
         ("NODE_FAIL", "NodeDown", 0, JobStatus(JobState.FAILED, None, "its node failed")),
         ("PREEMPTED", "None", 0, JobStatus(JobState.FAILED, None, "preempted")),
-        ("CANCELLED", "None", -15, JobStatus(JobState.CANCELLED, -15, "cancelled")),
+        ("CANCELLED", "None", -15, JobStatus(JobState.CANCELLED, None, "cancelled")),
         ("BRAND_NEW", "None", 0, JobStatus(JobState.UNKNOWN, None, "Slurm says BRAND_NEW")),
     ],
 )
@@ -112,6 +113,7 @@ def test_only_one_state_is_a_success():
         ("137 cancelled", JobStatus(JobState.CANCELLED, -9, "cancelled")),
         ("5 timeout", JobStatus(JobState.FAILED, 5, "timeout")),
         ("5 terminated", JobStatus(JobState.FAILED, 5, "Slurm asked it to end, as before a preemption")),
+        ("- cancelled", JobStatus(JobState.CANCELLED, None, "cancelled")),
         ("", None),
         ("0", None),
     ],

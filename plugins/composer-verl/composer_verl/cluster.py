@@ -25,7 +25,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
-from composer_core.errors import MissingError, Stopped
+from composer_core.errors import ComposerError, MissingError, RunFailed, Stopped
 
 LOCAL = "local"
 _OBJECTS = 500_000_000
@@ -50,6 +50,7 @@ def cluster(options: Mapping[str, Any], *, logs: Path, environment: Mapping[str,
 
     Raises:
         MissingError: nothing answers at the address.
+        RunFailed: our own does not start.
         Stopped: a SIGTERM came while Ray started.
     """
     wanted = {
@@ -84,7 +85,7 @@ def _own(options: Mapping[str, Any], logs: Path) -> Iterator[None]:
     own = {"object_store_memory": _OBJECTS, "_node_ip_address": _LOOPBACK, "_temp_dir": str(folder)}
     failed = True
     try:
-        _init({**own, **options})
+        _start({**own, **options})
         folder.chmod(0o700)  # Ray has opened it to everybody
         yield
         failed = False
@@ -93,6 +94,16 @@ def _own(options: Mapping[str, Any], logs: Path) -> Iterator[None]:
         if failed:
             _keep(folder, logs)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(options: Mapping[str, Any]) -> None:
+    try:
+        _init(options)
+    except ComposerError:
+        raise
+    except Exception as error:  # Ray raises no narrower one when its processes are not up within 30 s
+        fix = "start it again; a machine that is too busy makes Ray give up after 30 s"
+        raise RunFailed(f"Ray did not start: {_sentence(error)}", fix=fix) from error
 
 
 def _init(options: Mapping[str, Any]) -> None:

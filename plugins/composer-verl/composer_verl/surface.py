@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import Any
 
@@ -177,6 +177,12 @@ NAMES = (
 )
 """What only has to be there."""
 
+RAY = (
+    "ray._private.ray_constants:ENABLE_RAY_CLUSTERS_ENV_VAR",
+    "ray._private.ray_constants:ENABLE_RAY_CLUSTER",
+)
+"""The same of Ray's: set under other names they would do nothing, and a run's own cluster would be open to others."""
+
 SUBCLASSES = (
     "composer_verl.rollout:ServerAdapter",
     "composer_verl.rollout:HFReplica",
@@ -196,8 +202,10 @@ def problems() -> list[str]:
     found = []
     if not installed.startswith(f"{SUPPORTED}."):
         found.append(f"verl {installed} is installed; composer-verl is written against verl {SUPPORTED}")
-    differences = (*_signatures(), *_fields(), *_uses(), *_names(), *_subclasses())
-    return [*found, *(f"verl {installed}: {difference}" for difference in differences), *plugin_problems()]
+    differences = (*_signatures(), *_fields(), *_uses(), *_missing(NAMES), *_subclasses())
+    found += [f"verl {installed}: {difference}" for difference in differences]
+    found += [f"ray {version('ray')}: {absent}" for absent in _missing(RAY)]
+    return [*found, *plugin_problems()]
 
 
 # -- differences -------------------------------------------------------------------------------------------------------
@@ -242,8 +250,8 @@ def _used_by(owner: Any) -> set[str]:
     return used | {name for name, member in members if isinstance(member, property)}
 
 
-def _names() -> Iterator[str]:
-    return (absent for _, absent in map(_at, NAMES) if absent)
+def _missing(places: Iterable[str]) -> Iterator[str]:
+    return (absent for _, absent in map(_at, places) if absent)
 
 
 def _subclasses() -> Iterator[str]:

@@ -11,7 +11,7 @@ import pytest
 from ray._private import ray_constants
 from ray.exceptions import RayError
 
-from composer_core.errors import MissingError, Stopped
+from composer_core.errors import MissingError, RunFailed, Stopped
 from composer_verl import cluster as module
 from composer_verl.cluster import cluster
 from composer_verl.watch import gone
@@ -67,9 +67,22 @@ def test_sigterm_is_the_runs_own_again_once_ray_is_up(started, tmp_path):
 
 def test_a_sigterm_while_ray_starts_stops_the_run(started, tmp_path, monkeypatch):
     monkeypatch.setattr(module.ray, "init", lambda **options: sys.exit(signal.SIGTERM))
-    with pytest.raises(Stopped, match="^received SIGTERM before the first step$"), own(tmp_path / "logs"):
+    with pytest.raises(Stopped, match=r"^received SIGTERM before the first step$"), own(tmp_path / "logs"):
         pass
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_ray_that_does_not_start_is_one_sentence(started, tmp_path, monkeypatch):
+    def late(**options):
+        raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setattr(module.ray, "init", late)
+    with pytest.raises(RunFailed) as caught, own(tmp_path / "logs"):
+        pass
+    assert str(caught.value) == (
+        "Ray did not start: The current node timed out during startup\n"
+        "  fix: start it again; a machine that is too busy makes Ray give up after 30 s"
+    )
 
 
 def test_what_a_killed_worker_of_the_same_run_left_is_removed_and_nothing_else(started, tmp_path):
@@ -92,7 +105,7 @@ def test_what_processes_said_is_kept_when_the_run_fails(started, tmp_path):
                 (folder / name).write_text(text)
             raise RuntimeError("x")
 
-    with pytest.raises(RuntimeError, match="^x$"):
+    with pytest.raises(RuntimeError, match=r"^x$"):
         fail(said="Traceback")
     assert [(path.name, path.read_text()) for path in (tmp_path / "logs" / "ray").iterdir()] == [
         ("worker-1.err", "Traceback")

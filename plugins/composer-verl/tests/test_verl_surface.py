@@ -2,7 +2,6 @@
 
 import ast
 import importlib.util
-import inspect
 import os
 import re
 import subprocess
@@ -64,10 +63,11 @@ def test_a_method_of_ours_that_verl_calls_no_more_is_named(monkeypatch):
 
 
 def test_an_attribute_that_is_gone_is_named(monkeypatch):
+    def wait(self, partition_id, last_debug_time):
+        return last_debug_time
+
     monkeypatch.setattr(ReplayBuffer, "__init__", lambda self: None)
-    for name, member in list(vars(ReplayBuffer).items()):
-        if inspect.isfunction(member) and "poll_interval" in member.__code__.co_names:
-            monkeypatch.setattr(ReplayBuffer, name, lambda self: None)
+    monkeypatch.setattr(ReplayBuffer, "_wait_for_next_poll", wait)
     assert surface.problems() == ["verl 0.9.1: ReplayBuffer no longer uses poll_interval"]
 
 
@@ -80,6 +80,11 @@ def test_a_field_that_is_gone_is_named(monkeypatch):
 def test_a_private_table_that_is_gone_is_named(monkeypatch):
     monkeypatch.delattr(base, "_ROLLOUT_REGISTRY")
     assert surface.problems() == ["verl 0.9.1: verl.workers.rollout.base has no _ROLLOUT_REGISTRY"]
+
+
+def test_a_private_name_of_rays_that_is_gone_is_named(monkeypatch):
+    monkeypatch.delattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER")
+    assert surface.problems() == ["ray 2.60.0: ray._private.ray_constants has no ENABLE_RAY_CLUSTER"]
 
 
 def test_a_module_that_is_gone_is_named(monkeypatch):
@@ -187,7 +192,7 @@ PROBE = {"probe.py"}
 
 
 def used_of_verl(file):
-    """`module:name` for each name of verl's or of its queue's that a file imports, or reads of an imported module."""
+    """`module:name` for each name of theirs that a file imports, or reads of an imported module."""
     tree = ast.parse(file.read_text())
     modules = {}
     for node in ast.walk(tree):
@@ -206,7 +211,8 @@ def used_of_verl(file):
 
 
 def is_theirs(module):
-    return module.split(".")[0] in ("verl", "transfer_queue")
+    """Whether it is verl's or its queue's, or private of Ray's."""
+    return module.split(".")[0] in ("verl", "transfer_queue") or module.startswith("ray._")
 
 
 def is_module(name):
@@ -218,7 +224,7 @@ def is_module(name):
 
 def test_all_that_is_imported_of_verl_is_looked_at():
     files = [file for file in sorted(PACKAGE.glob("*.py")) if file.name not in PROBE]
-    places = (*surface.SIGNATURES, *surface.FIELDS, *surface.USED, *surface.NAMES)
+    places = (*surface.SIGNATURES, *surface.FIELDS, *surface.USED, *surface.NAMES, *surface.RAY)
     looked_at = {re.match(r"[\w.]+:\w+", place)[0] for place in places}
     used = {place for file in files for place in used_of_verl(file)}
     assert len(used) > 30

@@ -1,4 +1,4 @@
-"""Rewards that run something for each completion: here without a sandbox, or with one that only says what it was asked."""
+"""Rewards that run something for each completion: without a sandbox, or with one whose results are written down."""
 
 from __future__ import annotations
 
@@ -142,7 +142,8 @@ def test_anything_but_a_list_of_one_is_refused(python, tmp_path, returned, what)
     with pytest.raises(RunFailed) as caught:
         reward(["a"])
     assert str(caught.value) == (
-        f"{tmp_path}/own.py: 'score' returned {what}: expected a list of one score, as a sandbox gives it one completion"
+        f"{tmp_path}/own.py: 'score' returned {what}: "
+        "expected a list of one score, as a sandbox gives it one completion"
     )
 
 
@@ -182,7 +183,7 @@ def test_a_sandbox_without_python_is_said(python, tmp_path):
 
 def test_a_column_that_is_no_json_is_refused(python, tmp_path):
     reward = python("def score(completions, **c):\n    return [1]\n")
-    with pytest.raises(UsageError, match="a column cannot travel into the sandbox, as it is no JSON: .*set"):
+    with pytest.raises(UsageError, match=r"a column cannot travel into the sandbox, as it is no JSON: .*set"):
         reward(["a"], tags=[{1, 2}])
 
 
@@ -239,7 +240,7 @@ def test_a_pattern_that_takes_no_number_ends_the_run():
 def test_settings_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="pattern needs a group"):
         CommandRewardSettings(command=["x"], pattern="[0-9]+")
-    with pytest.raises(ValueError, match="'../x' must be a name inside the program's folder"):
+    with pytest.raises(ValueError, match=r"'\.\./x' must be a name inside the program's folder"):
         CommandRewardSettings(command=["x"], files={"../x": "completion"})
     with pytest.raises(ValueError, match="unanswered goes with a sandbox"):
         PythonRewardSettings(function="./a.py:f", unanswered=0)
