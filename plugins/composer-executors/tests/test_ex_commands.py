@@ -75,20 +75,21 @@ def replicas(composer, name="latest"):
 def test_a_run_ends_as_under_inline_and_leaves_its_ledger(composer):
     code, out, err = composer("run", "spec.yaml")
     assert code == 0
-    assert out.startswith("done: 4 of 4 steps, reward 0.1 -> ")
+    assert out.startswith("done: 4 of 4 steps, reward 0.25 -> 0.25\nreport: ")
     assert "step 4/4" in err  # the worker's own lines
     (replica,) = replicas(composer)
     assert (replica["state"], replica["exit_code"], replica["executor"]) == ("succeeded", 0, "local")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_goes_on_from_its_checkpoint(composer, tmp_path):
     code, out, err = composer("run", "spec.yaml", "backend.do=die", "executor.restarts=1")
     assert code == 0, err
     assert "started again (1 of 1) from the checkpoint of step 2\n" in err
     directory = find_run("latest", tmp_path / "runs")
     assert [line["step"] for line in read_jsonl(directory.metrics)] == [1, 2, 3, 4]
-    kinds = [event["event"] for event in read_jsonl(directory.events) if event["event"] in ("started", "resumed", "finished")]
-    assert kinds == ["started", "resumed", "finished"]
+    kinds = [event["event"] for event in read_jsonl(directory.events)]
+    assert [kind for kind in kinds if kind != "checkpoint"] == ["started", "resumed", "model", "finished"]
     assert [(one["rank"], one["attempt"], one["state"]) for one in replicas(composer)] == [(0, 1, "succeeded")]
 
 
@@ -140,8 +141,6 @@ def test_a_worker_that_died_alone_is_reported_by_the_next_command(composer, wait
     end = read_jsonl(waiting_run.events)[-1]
     assert (end["event"], end["exit_code"]) == ("failed", 4)
     assert end["reason"].startswith("replica 0 failed (was killed by SIGKILL")
-    code, out, err = composer("resume", waiting_run.name, "train.steps=2", "backend.do=wait")
-    assert code == 2  # and what may be changed is still guarded
 
 
 def test_reap_leaves_a_run_that_goes_on_and_ends_one_that_is_over(composer, waiting_run, tmp_path, monkeypatch):

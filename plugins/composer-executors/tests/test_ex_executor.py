@@ -9,11 +9,6 @@ import threading
 import time
 
 import pytest
-from fake_place import DONE, RUNNING, FakePlace
-
-from composer_core.errors import MissingError, RunFailed, UsageError
-from composer_core.jobs import Job, JobHandle, JobState, JobStatus
-from composer_core.run.directory import RunDirectory
 from composer_executors import executor as executor_module
 from composer_executors import waiting
 from composer_executors.again import prepare_again
@@ -22,6 +17,11 @@ from composer_executors.ledger import Ledger
 from composer_executors.lines import Lines, stream
 from composer_executors.settings import JobSettings
 from composer_executors.verdict import worst
+from fake_place import DONE, RUNNING, FakePlace
+
+from composer_core.errors import MissingError, RunFailed, UsageError
+from composer_core.jobs import Job, JobHandle, JobState, JobStatus
+from composer_core.run.directory import RunDirectory
 
 PENDING = JobStatus(JobState.PENDING, reason="Resources")
 UNKNOWN = JobStatus(JobState.UNKNOWN, reason="connection refused")

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from composer_executors.replicas import ReplicaHandle, collect, launch_replicas
 
 from composer_core.errors import UsageError
 from composer_core.jobs import JobState
-from composer_executors.replicas import ReplicaHandle, collect, launch_replicas
 
 PROGRAM = "import os, sys\nprint(os.environ['COMPOSER_RANK'], sys.argv[1:], flush=True)\n"
 
