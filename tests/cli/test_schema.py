@@ -59,7 +59,7 @@ def test_a_file_that_cannot_be_written_is_said(composer):
 
 @pytest.fixture(scope="module")
 def registry():
-    return registry_of(["composer-core", "composer-trl", "composer-verl"])
+    return registry_of(["composer-core", "composer-trl", "composer-verl", "composer-executors"])
 
 
 @pytest.mark.parametrize("name", ["composer.schema.json", "spec.md"])

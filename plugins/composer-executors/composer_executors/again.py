@@ -18,6 +18,11 @@ def is_worker(argv: Sequence[str]) -> bool:
     return WORKER in argv
 
 
+def travels(job: Job) -> bool:
+    """Whether the run directory of this worker is on no disk that it sees."""
+    return bool(job.store) and is_worker(job.argv)
+
+
 def prepare_again(job: Job) -> tuple[tuple[str, ...], str]:
     """The arguments for another start, and in words where it goes on from. The one before must be over."""
     if not is_worker(job.argv):
@@ -25,6 +30,8 @@ def prepare_again(job: Job) -> tuple[tuple[str, ...], str]:
     directory = RunDirectory(job.run_dir)
     # it named a process that is over; on another machine nobody else could tell
     (directory.path / "lock.json").unlink(missing_ok=True)
+    if travels(job):
+        return job.argv, "its newest checkpoint in the store"
     shutil.rmtree(directory.scratch, ignore_errors=True)
     complete = directory.complete_checkpoints()
     if not complete:

@@ -1,4 +1,4 @@
-"""What a replica runs where no disk is shared: `python -m composer_executors.bootstrap STORE --input ID [--rank R] -- ...`.
+"""What a replica runs where no disk is shared: `python -m composer_executors.bootstrap STORE --input ID -- ...`.
 
 It makes a run directory in a temporary folder, fills it from the store, runs the worker there, and puts into the store
 what the worker writes: lines as they come, checkpoints once they are complete, the rest at the end. Started again, it
@@ -21,13 +21,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from composer_core.errors import ComposerError, RunFailed, Stopped
 from composer_core.run.control import PARENT_VARIABLE
 from composer_core.run.directory import RunDirectory
-from composer_core.run.files import MARKER, is_complete, read_json
+from composer_core.run.files import is_complete, marker, read_json
 from composer_core.run.resume import set_lines_aside
 from composer_executors.again import WORKER
 from composer_executors.journal import Reader, Tree, Writer, checkpoints
@@ -45,25 +46,28 @@ _SHIPPED = ("plan.json", "spec.yaml", "resolved.json", "files")
 
 def main(argv: Sequence[str]) -> int:
     """Run a worker; its exit code, or the one of what kept it from running."""
-    parser = argparse.ArgumentParser(prog=BOOTSTRAP, description="Run a worker whose files travel by a store.")
+    parser = argparse.ArgumentParser(
+        prog=BOOTSTRAP,
+        usage="%(prog)s STORE --input ID [--rank R] [-- ...]",
+        description="Run a worker whose files travel by a store.",
+    )
     parser.add_argument("store", metavar="STORE", help="URI of the run's store")
     parser.add_argument("--input", required=True, metavar="ID", help="what was put there for this launch")
     parser.add_argument("--rank", type=int, default=int(os.environ.get("COMPOSER_RANK", "0")))
-    parser.add_argument("worker", nargs="*", help="arguments of the worker")
-    arguments = parser.parse_args(argv)
+    end = list(argv).index("--") if "--" in argv else len(argv)
+    arguments = parser.parse_args(argv[:end])
     name = os.environ.get("COMPOSER_RUN_ID", "run")
     folder = Path(tempfile.mkdtemp(prefix="composer-"))
     directory = RunDirectory(folder / Path(name).name)
     directory.path.mkdir()
     try:
         store = Store(arguments.store)
-        return _Worker(store, arguments.input, arguments.rank, directory).run(arguments.worker)
+        return _Worker(store, arguments.input, arguments.rank, directory).run(argv[end + 1 :])
     except ComposerError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
 
 
 class _Worker:
@@ -232,21 +236,21 @@ class Pusher:
             self._writer.lock(lock)
             self._locked = lock
         for step, folder in self._directory.complete_checkpoints():
-            if step not in self._kept:
-                self._kept[step] = self._put(f"checkpoints/step_{step}", folder)
+            if step not in self._kept and (tree := self._put(f"checkpoints/step_{step}", folder)) is not None:
+                self._kept[step] = tree
                 self._prune()
         model = self._directory.complete_model()
-        if model is not None and (stamp := (model / MARKER).read_text(encoding="utf-8")) != self._model:
-            self._put("model", model)
+        if model is not None and (stamp := marker(model)) != self._model and self._put("model", model) is not None:
             self._model = stamp
         self._grow(EVENTS, events, all_of_it=False)
 
-    def _put(self, name: str, folder: Path) -> Tree:
-        """From links of its own: the worker may remove the folder meanwhile."""
+    def _put(self, name: str, folder: Path) -> Tree | None:
+        """From links of its own, as the worker may remove the folder meanwhile; None where it just did."""
         with tempfile.TemporaryDirectory(dir=self._directory.path.parent) as own:
             still = Path(own, "tree")
-            shutil.copytree(folder, still, copy_function=os.link)
-            return self._writer.tree(name, files_of(still))
+            with suppress(FileNotFoundError, shutil.Error):
+                shutil.copytree(folder, still, copy_function=os.link)
+            return self._writer.tree(name, files_of(still)) if is_complete(still) else None
 
     def _prune(self) -> None:
         for step in sorted(self._kept)[: -self._keep]:

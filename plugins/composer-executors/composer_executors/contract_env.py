@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from composer_core.errors import MissingError
@@ -31,6 +32,13 @@ def contract(job: Job, *, rank: int, attempt: int) -> dict[str, str]:
         "COMPOSER_ATTEMPT": str(attempt),
         "COMPOSER_STORE_URI": job.store or job.run_dir.absolute().as_uri(),
     }
+
+
+def placed(job: Job, settings: JobSettings) -> Job:
+    """The job with its own part of the settings' store."""
+    if settings.store is None or job.store:
+        return job
+    return replace(job, store=f"{settings.store.rstrip('/')}/{job.name}")
 
 
 def replica_of(

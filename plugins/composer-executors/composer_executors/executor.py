@@ -11,19 +11,23 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from composer_core.errors import ComposerError, RunFailed, UsageError
+from composer_core.errors import ComposerError, MissingError, RunFailed, UsageError
 from composer_core.jobs import Job, JobHandle, JobState, JobStatus
 from composer_core.run.doctor import Finding
-from composer_executors.contract_env import make_folder, replica_of, secrets_of
+from composer_executors.again import travels
+from composer_executors.bringing import Courier
+from composer_executors.contract_env import make_folder, placed, replica_of, secrets_of
 from composer_executors.ledger import RUN_DIR, Book, Entry, Ledger
 from composer_executors.lines import Lines, stream
 from composer_executors.service import Service
 from composer_executors.settings import JobSettings
+from composer_executors.shipping import bootstrap_argv, input_of, ship
 from composer_executors.waiting import Waiting
 
-GONE_S = 10.0
+GONE_S = 45.0
 """How long a service may take until nothing is left of what was killed."""
 PAUSE_S = 0.2
 LOST = "the launcher ended while it was submitted"
@@ -38,9 +42,14 @@ class ServiceExecutor:
 
     def render(self, job: Job) -> Mapping[str, str]:
         """What the service would get, without any secret's value."""
+        job = placed(job, self._settings)
         names = dict.fromkeys([*job.secrets, *self._settings.secrets], "")
+        argv = bootstrap_argv(job, "...") if travels(job) else None
         return self.service.render(
-            [replica_of(job, self._settings, rank=rank, attempt=0, secrets=names) for rank in range(job.replicas)]
+            [
+                replica_of(job, self._settings, rank=rank, attempt=0, secrets=names, argv=argv)
+                for rank in range(job.replicas)
+            ]
         )
 
     # -- start ---------------------------------------------------------------------------------------------------------
@@ -50,12 +59,15 @@ class ServiceExecutor:
 
         Raises:
             UsageError: a setting is wrong, or replicas of an earlier launch of this run are not over.
-            MissingError: a secret is not set; the service is not there or does not let us in.
+            MissingError: a secret is not set; the service or the store is not there or does not let us in.
             RunFailed: the service refuses; what had been started is ended.
         """
+        job = placed(job, self._settings)
         secrets = secrets_of(job, self._settings, os.environ)
         ledger = Ledger(job.run_dir)
         self._refuse_second(ledger, job)
+        if travels(job):
+            ship(job)
         if job.detached and not job.quiet and (self._settings.restarts or self._settings.start_minutes is not None):
             print("nobody waits for a detached job: restarts and start_minutes are not kept", file=sys.stderr)
         entries = ledger.begin(self.service.name, job, ranks=range(job.replicas))
@@ -79,6 +91,8 @@ class ServiceExecutor:
     ) -> list[JobHandle]:
         for entry in entries:
             make_folder(job.run_dir, entry)
+        if travels(job):
+            argv = bootstrap_argv(job, input_of(job))
         replicas = [
             replica_of(job, self._settings, rank=one.rank, attempt=one.attempt, secrets=secrets, argv=argv)
             for one in entries
@@ -104,8 +118,9 @@ class ServiceExecutor:
         try:
             found = [one for one in self.service.leftovers(job.name) if (one.rank, one.attempt) in wanted]
             left = self._end([*handles, *(one for one in found if one.id not in known)])
-        except ComposerError as error:  # a service that fails twice: say both
-            left = f"whether anything runs is unknown: {error.problem}"
+        except ComposerError as error:  # a service that fails twice: say both, unless it was never reached
+            reached = bool(handles) or not isinstance(why, MissingError)
+            left = f"whether anything runs is unknown: {error.problem}" if reached else ""
         state = JobStatus(JobState.CANCELLED, reason=left or "not all replicas could be started")
         places = [JobHandle(self.service.name, entry.rank, "", entry.attempt) for entry in entries]
         ledger.note([(place, state) for place in places])
@@ -139,16 +154,24 @@ class ServiceExecutor:
         # an end stays as it was booked, whatever a service forgets; and one being submitted has no id to ask for
         booked = [entry for entry in book.entries if entry.state.over or not entry.id]
         known = {(entry.rank, entry.attempt): entry.status() for entry in booked}
-        asked = [handle for handle in handles if (handle.rank, handle.attempt) not in known]
-        found = ledger.note(list(zip(asked, self.service.poll(asked), strict=True))) if asked else []
-        news = {(handle.rank, handle.attempt): status for handle, status in zip(asked, found, strict=True)}
-        return [{**known, **news}[handle.rank, handle.attempt] for handle in handles]
+        asked = [handle for handle in handles if _place(handle) not in known]
+        found = dict(zip(map(_place, asked), self.service.poll(asked) if asked else (), strict=True))
+        before = {(entry.rank, entry.attempt): entry.status() for entry in book.entries}
+        news = [(handle, found[_place(handle)]) for handle in asked if before[_place(handle)] != found[_place(handle)]]
+        noted = dict(zip((_place(handle) for handle, _ in news), ledger.note(news) if news else (), strict=True))
+        statuses = {**known, **found, **noted}
+        return [statuses[_place(handle)] for handle in handles]
 
     def attach(self, run_dir: Path) -> list[tuple[JobHandle, JobStatus]]:
-        """The replicas of the last launch, by rank."""
+        """The replicas of the last launch, by rank; what they put into the run's store is brought first."""
         ledger = Ledger(run_dir)
         book = ledger.read()
-        return [] if book is None else self._look(ledger, book)
+        if book is None:
+            return []
+        found = self._look(ledger, book)
+        if travels(book.job):
+            Courier(book.job, partial(print, file=sys.stderr)).last()
+        return found
 
     def _look(self, ledger: Ledger, book: Book) -> list[tuple[JobHandle, JobStatus]]:
         if any(not entry.id and not entry.state.over for entry in book.entries):
@@ -263,6 +286,11 @@ class ServiceExecutor:
         if not handles:
             return 0
         return Waiting(self, handles, self._settings).until_over()
+
+
+def _place(handle: JobHandle) -> tuple[int, int]:
+    """Its key in a ledger."""
+    return handle.rank, handle.attempt
 
 
 def _run_dir(handle: JobHandle) -> Path:

@@ -109,13 +109,13 @@ class Reader:
 
     def newest(self, launch: str) -> int | None:
         """The newest writer of a launch that has begun."""
-        while (claim := self._store.read_json(f"{self._at(len(self._claims))}/claim.json")) is not None:
-            self._claims.append(claim)
+        self._look()
         mine = [number for number, claim in enumerate(self._claims) if claim["launch"] == launch]
         return next((number for number in reversed(mine) if self._has_begun(number)), None)
 
     def trees(self) -> dict[str, Tree]:
         """Folders that are whole and still wanted, of all writers, in the order in which they came."""
+        self._look()
         found: dict[str, Tree] = {}
         begun = [number for number in range(len(self._claims)) if self._has_begun(number)]
         for number in begun:
@@ -129,7 +129,7 @@ class Reader:
         return found
 
     def seen(self) -> list[int]:
-        """How many records each writer that claimed before now has."""
+        """How many records each writer has that `newest` or `trees` met."""
         return [len(self.records(number)) for number in range(len(self._claims))]
 
     def records(self, writer: int) -> list[dict[str, Any]]:
@@ -156,13 +156,12 @@ class Reader:
             offset += len(part)
         return b"".join(parts)
 
-    def ended(self, writer: int) -> int | None:
-        """The exit code of its worker, once all is there."""
-        document = self._store.read_json(f"{self._at(writer)}/end.json")
-        return None if document is None else int(document["exit_code"])
-
     def _at(self, writer: int) -> str:
         return _base(self._rank, writer)
+
+    def _look(self) -> None:
+        while (claim := self._store.read_json(f"{self._at(len(self._claims))}/claim.json")) is not None:
+            self._claims.append(claim)
 
     def _has_begun(self, writer: int) -> bool:
         if writer not in self._begun:

@@ -14,19 +14,20 @@ command that waits and another one that asks may change it at once.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from composer_core.errors import RunFailed
 from composer_core.jobs import LEDGER, Job, JobHandle, JobState, JobStatus
-from composer_core.run.files import read_json, write_json
+from composer_core.run.files import read_json, write_text
 from composer_core.run.processes import is_running, process_start
 
 REPLICAS = "replicas"
@@ -57,7 +58,7 @@ class Entry:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The inverse of `asdict`."""
+        """One of the ledger's."""
         return cls(**{**document, "state": JobState(document["state"])})
 
     def status(self) -> JobStatus:
@@ -190,7 +191,8 @@ class Ledger:
             before = self.read()
             after = change(before)
             if after != before:
-                write_json(self._run_dir / LEDGER, _document(after))
+                # without indents json is written in C: ten times faster, for hundreds of replicas
+                write_text(self._run_dir / LEDGER, json.dumps(_document(after)) + "\n")
         return after
 
     @contextmanager
@@ -236,5 +238,5 @@ def _document(book: Book) -> dict[str, Any]:
         "executor": book.executor,
         "job": {**job, "env": dict(job["env"])},
         "launcher": book.launcher,
-        REPLICAS: [asdict(entry) for entry in book.entries],
+        REPLICAS: [{**vars(entry), "facts": dict(entry.facts)} for entry in book.entries],
     }

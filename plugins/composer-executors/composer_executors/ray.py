@@ -16,10 +16,11 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from composer_core.errors import ComposerError, MissingError, RunFailed, UsageError
+from composer_core.errors import MissingError, RunFailed
 from composer_core.jobs import JobHandle, JobState, JobStatus
 from composer_core.run.processes import death
 from composer_executors.executor import ServiceExecutor
@@ -43,7 +44,7 @@ STATES = {
 """A state that is not here is UNKNOWN, never a success."""
 NO_PROGRAM = 127
 """What `env` and `timeout` say of a command that is not there."""
-AT_ONCE_S, HELP_S = 1.5, 60.0
+TRIES, AT_ONCE_S, HELP_S = 3, 3.0, 60.0
 """How long a job may take to end by SIGTERM before we help, and how long the job that helps may take."""
 PAUSE_S = 0.2
 
@@ -107,15 +108,16 @@ class RayService:
             self._stop(handle.id)
 
     def kill(self, handle: JobHandle) -> None:
-        """By Ray's stop; if that does not do at once, by a job that kills."""
-        job = self._active(handle)
-        if job is None:
-            return
-        self._stop(handle.id)
-        if job["status"] == "PENDING":
-            self._help(forget(job), handle)
-        elif not self._until(lambda: self._active(handle) is None, AT_ONCE_S):
-            self._help(sweep(job), handle)
+        """By Ray's stop; if that does not do at once, by a job that ends it. Which one, can change meanwhile."""
+        for _ in range(TRIES):
+            if self._active(handle) is None:
+                return
+            self._stop(handle.id)
+            if self._until(lambda: self._active(handle) is None, AT_ONCE_S):
+                return
+            job = self._active(handle)
+            if job is not None:
+                self._help(forget(job) if job["status"] == "PENDING" else sweep(job), handle)
 
     def remains(self, handle: JobHandle) -> str:
         """A job that runs or waits."""
@@ -152,10 +154,8 @@ class RayService:
         return None if job is None or status_of(job).state.over else job
 
     def _stop(self, id: str) -> None:
-        try:
+        with suppress(NotThere):
             self._dashboard.post(f"{_path(id)}/stop")
-        except NotThere:
-            pass  # nothing to stop
 
     def _help(self, body: Mapping[str, Any], handle: JobHandle) -> None:
         """Run a job that ends another one; whether it did, `remains` says."""

@@ -37,7 +37,8 @@ _FORGET = (
 )
 _SWEEP = (
     "for file in /proc/[0-9]*/environ; do "
-    'if grep -zqxF {mark} "$file" 2>/dev/null; then pid=${{file#/proc/}}; kill -KILL "${{pid%/environ}}"; fi; done; true'
+    'if grep -zqxF {mark} "$file" 2>/dev/null; then pid=${{file#/proc/}}; kill -KILL "${{pid%/environ}}"; fi; '
+    "done; true"
 )
 
 
@@ -101,7 +102,7 @@ def sweep(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forget(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a job that takes one that waits out of Ray's queue: by itself Ray starts it later, stop or no stop."""
+    """The body of a job that takes one that waits out of Ray's queue: stop alone would have Ray start it later."""
     return {"entrypoint": shlex.join(["exec", "python", "-c", _FORGET, job["submission_id"]])}
 
 

@@ -105,6 +105,10 @@ class JobSettings(Settings):
     """How long a service may not answer or not know a replica, before the replica counts as failed."""
     poll_seconds: float = Field(1.0, gt=0)
     """Longest pause between two questions to the service."""
+    store: Annotated[str | None, PathKind.STORE] = None
+    """Where a run travels through if its directory is on no disk that the worker sees: a folder, or `s3://BUCKET/PREFIX`
+    (needs `composer-executors[s3]`; the worker's credentials are its machine's own, or named under `secrets`). Default:
+    the disk is shared."""
 
     def gpus(self) -> tuple[str, int] | None:
         """GPUs of each replica: the kind in the service's own words, and how many; None: not asked for."""

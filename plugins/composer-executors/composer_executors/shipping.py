@@ -66,10 +66,10 @@ def input_of(job: Job) -> str:
     return str(read_json(job.run_dir / REPLICAS / _INPUT)["input"])
 
 
-def bootstrap_argv(job: Job) -> tuple[str, ...]:
+def bootstrap_argv(job: Job, identity: str) -> tuple[str, ...]:
     """What a replica of a job with a store runs in place of the job's own arguments."""
     options = job.argv[job.argv.index(str(RunDirectory(job.run_dir).plan)) + 1 :]
-    return ("-m", BOOTSTRAP, job.store, "--input", input_of(job), "--", *options)
+    return ("-m", BOOTSTRAP, job.store, "--input", identity, "--", *options)
 
 
 def paths_of(plan: Mapping[str, Any], registry: Registry) -> Iterator[Path]:
@@ -139,9 +139,7 @@ def _to_resume(store: Store, job: Job) -> dict[str, Path]:
     if "--resume" not in job.argv:
         return {}
     step = int(job.argv[job.argv.index("--resume") + 1])
-    reader = Reader(store, 0)
-    reader.newest("")  # so that it knows all writers
-    if step in checkpoints(reader.trees()):
+    if step in checkpoints(Reader(store, 0).trees()):
         return {}
     folder = dict(RunDirectory(job.run_dir).complete_checkpoints())[step]
     return _named(folder, f"checkpoints/step_{step}")

@@ -315,7 +315,9 @@ class _S3:
         try:
             self._fs.call_s3("head_bucket", Bucket=bucket)
         except FileNotFoundError as error:
-            raise MissingError(f"there is no bucket {bucket}", at=self._field, fix="make it, or name another") from error
+            raise MissingError(
+                f"there is no bucket {bucket}", at=self._field, fix="make it, or name another"
+            ) from error
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
@@ -334,5 +336,5 @@ class _S3:
             raise _Failed(f"{what}: {error}") from error
 
     def _closed(self, what: str) -> MissingError:
-        fix = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=..., or AWS_PROFILE; for the worker, by executor.secrets"
+        fix = "export AWS_ACCESS_KEY_ID=... and AWS_SECRET_ACCESS_KEY=..., and name both under executor.secrets"
         return MissingError(what, at=self._field, fix=fix)

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from composer_core.errors import ComposerError, Stopped
+from composer_core.errors import ComposerError, RunFailed, Stopped
 from composer_core.jobs import JobHandle, JobState, JobStatus
 from composer_core.run.control import INTERRUPTED_TWICE
 from composer_core.run.directory import ENDS, RunDirectory
 from composer_core.run.files import read_jsonl
-from composer_executors.again import is_worker, prepare_again
+from composer_executors.again import is_worker, prepare_again, travels
+from composer_executors.bringing import Courier
 from composer_executors.ledger import Entry
 from composer_executors.lines import Lines
 from composer_executors.settings import JobSettings
@@ -61,6 +62,7 @@ class Waiting:
         self._watched = [_watched(handle, entries[handle.rank, handle.attempt]) for handle in handles]
         self._since = min(one.submitted for one in self._watched)
         self._lines = self._lines_of_first()
+        self._courier = Courier(self._job, self._say) if travels(self._job) else None
         self._asked_to_stop: float | None = None
 
     def until_over(self) -> int:
@@ -74,7 +76,9 @@ class Waiting:
                 if not all(one.status.state.over for one in self._watched):
                     self._wait(wishes, pause)
         self._show(last=True)
-        return self._verdict(wishes)
+        brought = self._courier is None or self._courier.last()
+        code = self._verdict(wishes)
+        return code if brought else code or RunFailed.exit_code
 
     # -- look ----------------------------------------------------------------------------------------------------------
 
@@ -85,6 +89,8 @@ class Waiting:
             if wishes.wait(min(left, SHOW_EVERY_S)):
                 return
             self._show()
+            if self._courier is not None:
+                self._courier.look()
 
     def _look(self, running: Sequence[_Watched], wishes: Wishes) -> bool:
         """Ask, judge, restart; whether anything changed."""

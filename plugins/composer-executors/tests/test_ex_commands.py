@@ -83,7 +83,7 @@ def test_a_run_ends_as_under_inline_and_leaves_its_ledger(composer):
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_goes_on_from_its_checkpoint(composer, tmp_path):
-    code, out, err = composer("run", "spec.yaml", "backend.do=die", "executor.restarts=1")
+    code, _, err = composer("run", "spec.yaml", "backend.do=die", "executor.restarts=1")
     assert code == 0, err
     assert "started again (1 of 1) from the checkpoint of step 2\n" in err
     directory = find_run("latest", tmp_path / "runs")
@@ -94,8 +94,7 @@ def test_a_worker_that_is_killed_goes_on_from_its_checkpoint(composer, tmp_path)
 
 
 def test_a_worker_that_is_killed_once_too_often_has_failed(composer, tmp_path):
-    code, out, err = composer("run", "spec.yaml", "backend.do=die")
-    assert code == 4
+    assert composer("run", "spec.yaml", "backend.do=die")[0] == 4
     end = read_jsonl(find_run("latest", tmp_path / "runs").events)[-1]
     assert (end["event"], end["exit_code"]) == ("failed", 4)
     assert end["reason"].startswith("replica 0 failed (was killed by SIGKILL")
@@ -148,7 +147,7 @@ def test_reap_leaves_a_run_that_goes_on_and_ends_one_that_is_over(composer, wait
     what = f"local {replica['id']}: replica 0 of {waiting_run.name}"
     assert composer("reap") == (0, f"{what}: goes on, its run is not over\n", "")
     elsewhere = tmp_path / "elsewhere"
-    code, out, _ = composer("reap", "--executor", "local", "--runs", str(elsewhere))
+    out = composer("reap", "--executor", "local", "--runs", str(elsewhere))[1]
     assert f"{what}: left alone, its run is not in {elsewhere}: --runs DIR, or --unknown\n" in out
     waiting_run.event("failed", reason="somebody says so", exit_code=4)
     assert composer("reap")[1] == f"{what}: goes on, its run is not over\n"  # it may still draw its report

@@ -9,6 +9,11 @@ import threading
 import time
 
 import pytest
+from fake_place import DONE, RUNNING, FakePlace
+
+from composer_core.errors import MissingError, RunFailed, UsageError
+from composer_core.jobs import Job, JobHandle, JobState, JobStatus
+from composer_core.run.directory import RunDirectory
 from composer_executors import executor as executor_module
 from composer_executors import waiting
 from composer_executors.again import prepare_again
@@ -17,11 +22,6 @@ from composer_executors.ledger import Ledger
 from composer_executors.lines import Lines, stream
 from composer_executors.settings import JobSettings
 from composer_executors.verdict import worst
-from fake_place import DONE, RUNNING, FakePlace
-
-from composer_core.errors import MissingError, RunFailed, UsageError
-from composer_core.jobs import Job, JobHandle, JobState, JobStatus
-from composer_core.run.directory import RunDirectory
 
 PENDING = JobStatus(JobState.PENDING, reason="Resources")
 UNKNOWN = JobStatus(JobState.UNKNOWN, reason="connection refused")
@@ -91,7 +91,7 @@ def test_a_secret_that_is_not_set_is_named_before_anything_starts(place, make, j
 
 def test_a_launch_that_fails_ends_what_it_had_started(place, make, job, tmp_path):
     place.fail_at = 2
-    with pytest.raises(RunFailed, match="^no room$"):
+    with pytest.raises(RunFailed, match=r"^no room$"):
         make().launch(job(replicas=3))
     assert place.ended == [("KILL", 0, 0), ("KILL", 1, 0)]
     entries = Ledger(tmp_path).read().entries
@@ -128,7 +128,8 @@ def test_a_run_that_is_not_over_is_not_launched_again(place, make, job, tmp_path
     with pytest.raises(UsageError) as caught:
         make().launch(job(replicas=2))
     assert str(caught.value) == (
-        f"run {tmp_path.name} is not over: replica 1 of an earlier launch\n  fix: composer-run stop {tmp_path.name} --kill"
+        f"run {tmp_path.name} is not over: replica 1 of an earlier launch\n"
+        f"  fix: composer-run stop {tmp_path.name} --kill"
     )
 
 
@@ -221,7 +222,10 @@ def test_the_worst_code_is_a_failures_then_a_stops(codes, expected):
 
 @pytest.mark.parametrize(
     ("status", "expected"),
-    [(failed(3), 3), (failed(), 4), (failed(-9), 4), (failed(137, "oom"), 4), (failed(0), 4), (JobStatus(JobState.CANCELLED), 5)],
+    [
+        (failed(3), 3), (failed(), 4), (failed(-9), 4), (failed(137, "oom"), 4), (failed(0), 4),
+        (JobStatus(JobState.CANCELLED), 5),
+    ],
     ids=["its-own", "without-a-code", "signal", "shells-code", "failed-with-0", "cancelled"],
 )  # fmt: skip
 def test_the_exit_code_of_a_replica(place, make, job, status, expected):
@@ -232,7 +236,10 @@ def test_the_exit_code_of_a_replica(place, make, job, status, expected):
 
 @pytest.mark.parametrize(
     ("status", "starts"),
-    [(failed(4), 3), (failed(None, "preempted"), 3), (failed(2), 1), (failed(3), 1), (failed(5), 1), (failed(None, "timeout"), 1)],
+    [
+        (failed(4), 3), (failed(None, "preempted"), 3), (failed(2), 1), (failed(3), 1), (failed(5), 1),
+        (failed(None, "timeout"), 1),
+    ],
     ids=["failed", "preempted", "mistake", "missing", "stopped", "timeout"],
 )  # fmt: skip
 def test_only_what_another_try_can_repair_is_started_again(place, make, job, status, starts):
@@ -410,7 +417,7 @@ def test_a_log_that_cannot_be_read_for_a_while_loses_and_repeats_nothing(place):
 def test_a_log_that_can_no_longer_be_read_is_a_failure(place):
     place.logs[0, 0] = [OSError("no route to host")] * 9
     lines = Lines(place, JobHandle("fake", 0, "f1"))
-    with pytest.raises(RunFailed, match="^the log cannot be read any more: no route to host$"):
+    with pytest.raises(RunFailed, match=r"^the log cannot be read any more: no route to host$"):
         list(stream(lines, lambda: False, follow=True, last=None, patience_s=5, sleep=lambda seconds: None))
 
 

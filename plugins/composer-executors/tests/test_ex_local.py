@@ -9,14 +9,14 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from composer_executors.local import LocalService
-from composer_executors.service import Replica
-from composer_executors.settings import LocalSettings
 
 from composer_core.errors import RunFailed, UsageError
 from composer_core.jobs import JobHandle, JobState, JobStatus
 from composer_core.run.doctor import Finding, Level
 from composer_core.run.processes import process_start
+from composer_executors.local import LocalService
+from composer_executors.service import Replica
+from composer_executors.settings import LocalSettings
 
 PATIENCE_SECONDS = 30
 

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from composer_executors.replicas import ReplicaHandle, collect, launch_replicas
 
 from composer_core.errors import UsageError
 from composer_core.jobs import JobState
+from composer_executors.replicas import ReplicaHandle, collect, launch_replicas
 
 PROGRAM = "import os, sys\nprint(os.environ['COMPOSER_RANK'], sys.argv[1:], flush=True)\n"
 
@@ -51,9 +51,9 @@ def test_a_function_is_refused_with_the_reason():
 
 
 def test_wrong_arguments_are_refused(program, tmp_path):
-    with pytest.raises(TypeError, match="^argument 'layers' must be text, a number or a bool, got list$"):
+    with pytest.raises(TypeError, match=r"^argument 'layers' must be text, a number or a bool, got list$"):
         launch_replicas(1, program, {"layers": [1]}, run_dir=tmp_path)
-    with pytest.raises(UsageError, match="^n_replicas must be 1 or more, got 0$"):
+    with pytest.raises(UsageError, match=r"^n_replicas must be 1 or more, got 0$"):
         launch_replicas(0, program)
     with pytest.raises(UsageError, match=r"nope\.py: no such file$"):
         launch_replicas(1, str(tmp_path / "nope.py"))

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from composer_executors.sandbox.bubblewrap import BubblewrapSandbox
-from composer_executors.sandbox.docker import DockerSandbox
-from composer_executors.sandbox.memory import MemoryGroups
 
 from composer_core.errors import MissingError, UsageError
 from composer_core.plugins.sandbox_settings import SandboxSettings
 from composer_core.sandbox import Candidate, Limits
+from composer_executors.sandbox.bubblewrap import BubblewrapSandbox
+from composer_executors.sandbox.docker import DockerSandbox
+from composer_executors.sandbox.memory import MemoryGroups
 
 sys.path.insert(0, str(Path(__file__).with_name("services")))
 from docker_service import IMAGE, docker_daemon, missing  # type: ignore[import-not-found]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from composer_executors.sandbox.memory import MemoryGroup, MemoryGroups, _candidates
 
 V1_MOUNTS = """\

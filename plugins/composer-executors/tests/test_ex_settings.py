@@ -1,17 +1,20 @@
 """Settings of the executors: how GPUs are written, what a spec may not set."""
 
 import pytest
-from composer_executors import plugin
-from composer_executors.gpus import Gpu, parse_gpu
-from composer_executors.settings import JobSettings, RaySettings, SlurmSettings
 from pydantic import ValidationError
 
 from composer_core.plugins.registry import Owner, Registry
+from composer_executors import plugin
+from composer_executors.gpus import Gpu, parse_gpu
+from composer_executors.settings import JobSettings, RaySettings, SlurmSettings
 
 
 @pytest.mark.parametrize(
     ("text", "gpu"),
-    [("H200:8", Gpu("H200", 8)), ("h100", Gpu("H100", 1)), ("any:2", Gpu("any", 2)), ("A100-80G:4", Gpu("A100-80G", 4))],
+    [
+        ("H200:8", Gpu("H200", 8)), ("h100", Gpu("H100", 1)), ("any:2", Gpu("any", 2)),
+        ("A100-80G:4", Gpu("A100-80G", 4)),
+    ],
     ids=["kind-and-number", "one", "any", "memory"],
 )  # fmt: skip
 def test_a_gpu_is_a_kind_and_a_number(text, gpu):

@@ -293,10 +293,11 @@ def test_one_that_may_be_requeued_runs_again_as_another_attempt(slurm, service, 
     until_up(here, handle)
     slurm.ask("scontrol", "requeue", handle.id)
     until_polled(here, [handle], [JobStatus(JobState.PENDING, None, "BeginTime")])
+    time.sleep(1.5)  # the node refuses a second start within the second of the first one's end
+    slurm.ask("scontrol", "update", f"JobId={handle.id}", "StartTime=now")  # else in two minutes
     deadline = time.monotonic() + 30
     while here.log(handle, 0).count(b"up\n") < 2 and time.monotonic() < deadline:
-        slurm.ask("scontrol", "update", f"JobId={handle.id}", "StartTime=now")  # else in two minutes
-        time.sleep(0.5)
+        time.sleep(0.2)
     lines = [line for line in here.log(handle, 0).decode().splitlines() if re.fullmatch(r"[01]", line)]
     assert lines == ["0", "1"]
     assert here.poll([handle])[0].state is JobState.RUNNING

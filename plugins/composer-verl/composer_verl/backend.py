@@ -34,11 +34,8 @@ from composer_verl.diagnosis import findings
 from composer_verl.metrics import summed_up
 from composer_verl.rows import packed
 from composer_verl.settings import VerlSettings
-from composer_verl.trainer import ComposerTrainer
+from composer_verl.trainer import PLACE, ComposerTrainer
 from composer_verl.watch import gone
-
-PLACE = "verl"
-"""State of the driver in a checkpoint, beside the ranks'."""
 
 
 class VerlBackend:

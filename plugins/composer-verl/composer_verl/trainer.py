@@ -36,7 +36,7 @@ from composer_core.loss.composite import CompositeLoss
 from composer_core.run.context import RunContext
 from composer_core.run.metrics import eval_metrics
 from composer_core.run.prompts import Prompts
-from composer_core.run.state import capture_rng, restore_rng
+from composer_core.run.state import capture_rng, load_state, restore_rng
 from composer_verl.generation import (
     READ,
     Generation,
@@ -53,6 +53,8 @@ from composer_verl.settings import AHEAD, CORE, VerlSettings
 from composer_verl.watch import Watch
 from composer_verl.worker import ComposerWorker
 
+PLACE = "verl"
+"""State of the driver in a checkpoint, beside the ranks'."""
 TRAIN, HELD_OUT = "train", "val"
 """Partitions of verl's queue."""
 _POLL_SECONDS = 0.1
@@ -122,6 +124,8 @@ class ComposerTrainer(PPOTrainerSync):  # type: ignore[misc]
         """Weights go to the rollout servers right after this, so what is resumed must be there."""
         self.global_steps = 0
         if self._run.resume_from is not None:
+            # the servers are told how old the weights are
+            self.global_steps = load_state(self._run.resume_from.folder, PLACE)["generations"]
             self.actor_rollout_wg.composer_load(str(self._run.resume_from.folder))
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:

@@ -77,8 +77,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_the_step_before_it(tmp_path
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_1"]
     assert not (run / "model").exists()
     event = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
-    assert (event["event"], event["reason"]) == ("stopped", "the loss of channel 'broken' is nan at step 2")
-    assert out.startswith("stopped (the loss of channel 'broken' is nan at step 2): 1 of 4 steps")
+    assert (event["event"], event["reason"]) == ("stopped", "the loss of 'broken' is nan at step 2")
+    assert out.startswith("stopped (the loss of 'broken' is nan at step 2): 1 of 4 steps")
 
 
 def test_a_process_of_verls_that_dies_during_generation_ends_the_run(tmp_path):

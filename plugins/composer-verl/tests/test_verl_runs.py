@@ -105,7 +105,7 @@ def ray_folder(processes):
 def timeless(run):
     """Metrics without the clock and the machine's memory."""
     dropped = ("time", "tokens_per_s", "step_time", "upstream/timing", "upstream/perf", "upstream/actor/perf")
-    dropped += ("upstream/training/rollout_probs_diff",)  # which rollouts were sampled side by side rounds them
+    dropped += ("upstream/training/rollout_",)  # which rollouts were sampled side by side rounds them
     return [{name: value for name, value in line.items() if not name.startswith(dropped)} for line in metrics(run)]
 
 

@@ -4,8 +4,8 @@ import textwrap
 import pytest
 
 from composer_core.errors import UsageError
-from composer_core.plugins.builtin_settings import InlineSettings
 from composer_core.jobs import Job, JobHandle, JobState, JobStatus
+from composer_core.plugins.builtin_settings import InlineSettings
 from composer_core.run.directory import RunState, create_run
 from composer_core.run.inline import InlineExecutor
 
