@@ -125,7 +125,7 @@ def make_engine(case: Case, folder: Path, *, packed: bool = False) -> ComposerEn
             wrap_policy={} if case.adapter == "none" else {"transformer_layer_cls_to_wrap": _layers(case, folder)},
         ),
         optimizer_config=FSDPOptimizerConfig(
-            optimizer="SGD", lr=case.rate, weight_decay=0.0, clip_grad=1e9, lr_scheduler_type="constant", total_training_steps=9
+            optimizer="SGD", lr=case.rate, weight_decay=0.0, clip_grad=1e9, total_training_steps=9
         ),
         checkpoint_config=CheckpointConfig(),
     )  # fmt: skip

@@ -189,6 +189,8 @@ class Pusher:
         self._directory = directory
         self._writer = writer
         self._kept = known
+        self._put_away = set(known)
+        """Steps, those that are no longer kept among them: the worker may be later to remove one."""
         self._keep = int(directory.read_json("plan.json")["spec"]["checkpoint"]["keep"])
         self._model: object = None
         self._locked: object = None
@@ -236,8 +238,9 @@ class Pusher:
             self._writer.lock(lock)
             self._locked = lock
         for step, folder in self._directory.complete_checkpoints():
-            if step not in self._kept and (tree := self._put(f"checkpoints/step_{step}", folder)) is not None:
+            if step not in self._put_away and (tree := self._put(f"checkpoints/step_{step}", folder)) is not None:
                 self._kept[step] = tree
+                self._put_away.add(step)
                 self._prune()
         model = self._directory.complete_model()
         if model is not None and (stamp := marker(model)) != self._model and self._put("model", model) is not None:

@@ -28,6 +28,7 @@ from composer_core.run.files import disk_full
 FIELD = "executor.store"
 TRIES = 5
 FIRST_PAUSE_S = 0.5
+PRECONDITION_FAILED = 412
 _HASH_BYTES = 1 << 20
 T = TypeVar("T")
 
@@ -333,8 +334,16 @@ class _S3:
         except PermissionError as error:
             raise self._closed(f"{what}: not allowed ({error})") from error
         except (BotoCoreError, ClientError, OSError, TimeoutError) as error:
+            # s3fs knows it by an element of the answer that only AWS sends
+            if _http_status(error.__cause__) == PRECONDITION_FAILED:
+                raise FileExistsError(what) from error
             raise _Failed(f"{what}: {error}") from error
 
     def _closed(self, what: str) -> MissingError:
         fix = "export AWS_ACCESS_KEY_ID=... and AWS_SECRET_ACCESS_KEY=..., and name both under executor.secrets"
         return MissingError(what, at=self._field, fix=fix)
+
+
+def _http_status(error: BaseException | None) -> int | None:
+    answer = getattr(error, "response", None)
+    return answer["ResponseMetadata"].get("HTTPStatusCode") if isinstance(answer, dict) else None

@@ -5,6 +5,7 @@ Other clusters of the machine are not touched: nothing is looked for, and the he
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import secrets
@@ -68,6 +69,7 @@ class RayCluster:
         main, dashboard, agent, agent_grpc, metrics, client = free_ports(6)
         self.address = f"http://127.0.0.1:{dashboard}"
         command = [
+            *("setpriv", "--pdeathsig", "TERM"),
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
             *("--node-ip-address=127.0.0.1", f"--port={main}", f"--temp-dir={self.folder}"),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--metrics-export-port={metrics}"),
@@ -104,7 +106,7 @@ class RayCluster:
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
         try:
-            with urllib.request.urlopen(urllib.request.Request(f"{self.address}/api/jobs/", body, headers)):
+            with urllib.request.urlopen(urllib.request.Request(f"{self.address}/api/jobs/", body, headers), timeout=30):
                 return True
         except OSError:
             return False
@@ -116,10 +118,10 @@ class RayCluster:
 @contextmanager
 def cluster(*, token: str = "") -> Iterator[RayCluster]:
     """A running cluster; without Ray the test is skipped, or fails where services are required."""
-    try:
-        import ray.job_submission  # noqa: F401
-    except ImportError as error:
-        reason = f"no Ray here: {error}"
+    missing = [] if importlib.util.find_spec("ray") and importlib.util.find_spec("aiohttp") else ["ray[default]"]
+    missing += [] if shutil.which("setpriv") else ["setpriv"]
+    if missing:
+        reason = f"no Ray here: {', '.join(missing)} not installed"
         pytest.fail(reason) if REQUIRED else pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # a short path: those of sockets are bounded
     running = RayCluster(folder, token=token)
