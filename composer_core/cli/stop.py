@@ -67,8 +67,10 @@ def _ended_by_executor(directory: RunDirectory, registry: Registry, *, kill: boo
     executor = launcher_of(directory, registry)
     running = [(handle, status) for handle, status in replicas_of(directory, registry) if not status.state.over]
     waiting = all(status.state is JobState.PENDING for _, status in running)
-    _, contribution = registry.get(Kind.EXECUTOR, executor_block(directory)[0])
+    use, settings = executor_block(directory)
+    _, contribution = registry.get(Kind.EXECUTOR, use)
     shared = isinstance(contribution, ExecutorPlugin) and Feature.SHARED_DISK in contribution.features
+    shared = shared and not settings.get("store")
     if not running or not (kill or waiting or not shared):
         return False
     executor.end([handle for handle, _ in running], at_once=kill or waiting)

@@ -44,8 +44,8 @@ STATES = {
 """A state that is not here is UNKNOWN, never a success."""
 NO_PROGRAM = 127
 """What `env` and `timeout` say of a command that is not there."""
-TRIES, AT_ONCE_S, HELP_S = 3, 3.0, 60.0
-"""How long a job may take to end by SIGTERM before we help, and how long the job that helps may take."""
+TRIES, AT_ONCE_S, HELP_S, SETTLE_S = 3, 3.0, 60.0, 15.0
+"""How long a job may take to end by SIGTERM before we help; the job that helps, to end; and Ray, to notice."""
 PAUSE_S = 0.2
 
 
@@ -118,6 +118,7 @@ class RayService:
             job = self._active(handle)
             if job is not None:
                 self._help(forget(job) if job["status"] == "PENDING" else sweep(job), handle)
+                self._until(lambda: self._active(handle) is None, SETTLE_S)
 
     def remains(self, handle: JobHandle) -> str:
         """A job that runs or waits."""

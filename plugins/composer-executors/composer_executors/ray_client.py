@@ -104,7 +104,7 @@ class Dashboard:
 
 def last_line(text: str) -> str:
     """Of a traceback it says what happened."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip(" .")]
     return lines[-1] if lines else ""
 
 

@@ -212,29 +212,25 @@ class _Folder:
 
     def create(self, key: str, content: bytes | Path) -> bool:
         path = self._root / key
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        try:
+        with _file_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                _copy(content, file.write)
-                file.flush()
-                os.fsync(file.fileno())
-            os.link(temporary, path)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            raise disk_full(error, path) or _Failed(str(error)) from error
-        finally:
-            temporary.unlink(missing_ok=True)
-        return True
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+            try:
+                with temporary.open("wb") as file:
+                    _copy(content, file.write)
+                    file.flush()
+                    os.fsync(file.fileno())
+                return _linked(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
 
     def read(self, key: str) -> bytes | None:
-        with _file_errors():
-            path = self._root / key
+        path = self._root / key
+        with _file_errors(path):
             return path.read_bytes() if path.is_file() else None
 
     def fetch(self, key: str, path: Path) -> bool:
-        with _file_errors():
+        with _file_errors(path):
             if not (self._root / key).is_file():
                 return False
             with path.open("wb") as file:
@@ -242,16 +238,24 @@ class _Folder:
             return True
 
     def remove(self, key: str) -> None:
-        with _file_errors():
+        with _file_errors(self._root / key):
             (self._root / key).unlink(missing_ok=True)
 
 
 @contextmanager
-def _file_errors() -> Iterator[None]:
+def _file_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _Failed(str(error)) from error
+        raise disk_full(error, path) or _Failed(str(error)) from error
+
+
+def _linked(temporary: Path, path: Path) -> bool:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _copy(content: bytes | Path, write: Callable[[bytes], object]) -> None:

@@ -222,7 +222,7 @@ def test_folders_come_back_whole_equal_and_only_as_many_as_are_kept(job, there, 
 
 
 def test_a_damaged_checkpoint_is_not_taken_and_the_command_says_so(job, there, away, tmp_path):
-    store, pusher, _ = away
+    _, pusher, _ = away
     save(there, "checkpoints/step_1", w="1")
     append(there.events, "checkpoint\n")
     pusher.finish(0)

@@ -170,6 +170,7 @@ def _trainer_fields(spec: RunSpec) -> Mapping[str, Any]:
 def _algorithm_fields(spec: RunSpec) -> Mapping[str, Any]:
     advantages = settings_of(spec).advantages
     return {
+        "algorithm.rollout_correction": None,  # the objective's own, where it has one
         "algorithm.adv_estimator": OWN_ADVANTAGES if advantages == "core" else advantages,
         # verl's word for "compute the reference's log-probs"; at coefficient 0 it changes no reward, and unlike
         # actor.use_kl_loss it adds nothing to the loss

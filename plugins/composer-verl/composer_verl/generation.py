@@ -36,6 +36,13 @@ class Generation:
     """(S,) weighted sums; NaN where no reward applied."""
     groups: Sequence[int]
     """Which prompt of the step each rollout answers."""
+    dropped: Sequence[bool]
+    """Those that were cut off and that the objective leaves out: no loss sees them."""
+
+    @property
+    def all_dropped(self) -> bool:
+        """Whether nothing is left."""
+        return all(self.dropped)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -92,7 +99,12 @@ def records_of(keys: Sequence[str], data: Mapping[str, Any], *, expected: int) -
 
 
 def score(
-    keys: Sequence[str], records: Sequence[Record], rewards: Sequence[NamedReward], copies: Copies | None
+    keys: Sequence[str],
+    records: Sequence[Record],
+    rewards: Sequence[NamedReward],
+    copies: Copies | None,
+    *,
+    drop_truncated: bool,
 ) -> Generation:
     """Rollouts with what the run's rewards say of them.
 
@@ -102,7 +114,8 @@ def score(
     completions, columns = reward_arguments(records, copies)
     scores = {reward.name: reward.score(completions, **columns) for reward in rewards}
     totals = [weigh(rewards, scores, index=i) for i in range(len(records))]
-    return Generation(records, scores, torch.tensor(totals), [place_of(key)[0] for key in keys])
+    dropped = [drop_truncated and bool(record.said["truncated"]) for record in records]
+    return Generation(records, scores, torch.tensor(totals), [place_of(key)[0] for key in keys], dropped)
 
 
 def advantages_of(

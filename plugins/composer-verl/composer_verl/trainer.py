@@ -14,6 +14,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,7 @@ from composer_verl.metrics import translate
 from composer_verl.records import Copies, rollout_texts
 from composer_verl.rows import FIELD, Sample, encode
 from composer_verl.settings import AHEAD, CORE, VerlSettings
+from composer_verl.shares import objective_of
 from composer_verl.watch import Watch
 from composer_verl.worker import ComposerWorker
 
@@ -176,30 +178,29 @@ class ComposerTrainer(PPOTrainerSync):  # type: ignore[misc]
         self._generation = generation
         masks = [torch.tensor(record.response_mask) for record in generation.records]
         fields = {"rm_scores": _jagged([_at_end(m, r) for m, r in zip(masks, generation.known, strict=True)])}
-        if getattr(self._run.spec.loss.objective.settings, "drop_truncated", False):
-            kept = [
-                mask * (not record.said["truncated"]) for mask, record in zip(masks, generation.records, strict=True)
-            ]
-            fields |= {"response_mask": _jagged(kept), "loss_mask": _jagged(kept)}
+        if not generation.all_dropped:  # a batch without any token would be divided by 0: its advantages are 0 instead
+            kept = _jagged([mask * (not gone) for mask, gone in zip(masks, generation.dropped, strict=True)])
+            fields |= {"response_mask": kept, "loss_mask": kept}
         return _put(batch, fields)
 
     def _score(self, batch: KVBatchMeta, *, expected: int) -> Generation:
         batch.reorder(sorted(range(len(batch)), key=lambda i: place_of(batch.keys[i])))
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(READ))
         records = records_of(batch.keys, data, expected=expected)
-        return score(batch.keys, records, self._run.rewards, self._copies)
+        drops = bool(getattr(objective_of(self._run.spec).settings, "drop_truncated", False))
+        return score(batch.keys, records, self._run.rewards, self._copies, drop_truncated=drops)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """The objective's advantages, one for each token, and the rows of all channels."""
         if self._settings.advantages != CORE:
-            super()._compute_advantage(batch, metrics)
+            batch = super()._compute_advantage(batch, metrics)
         fields = ["response_mask", "old_log_probs", *(["ref_log_prob"] if self.use_reference_policy else [])]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         order = [
             None if tag.get("is_padding") else self._index(key) for key, tag in zip(batch.keys, batch.tags, strict=True)
         ]
         put: dict[str, Any] = {FIELD: encode(self._samples(order))}
-        if self._settings.advantages == CORE:
+        if self._settings.advantages == CORE or self._taken().all_dropped:
             put["advantages"] = put["returns"] = self._advantages({name: data[name] for name in fields}, order)
         return self._taught(_put(batch, put))
 
@@ -228,6 +229,8 @@ class ComposerTrainer(PPOTrainerSync):  # type: ignore[misc]
             old=parts["old_log_probs"],
             reference=parts.get("ref_log_prob"),
         )
+        if generation.all_dropped:
+            given = torch.zeros_like(given)
         self._tell(generation, given)
         mask = data["response_mask"].unbind()
         shown = [0.0 if index is None else float(given[index]) for index in order]
@@ -236,7 +239,14 @@ class ComposerTrainer(PPOTrainerSync):  # type: ignore[misc]
     def _samples(self, order: Sequence[int | None]) -> list[Sample]:
         """What each sequence of the batch carries for the channels; a filler of verl's carries nothing."""
         generation = self._taken()
-        texts = list(rollout_texts(generation.records, generation.known, tokenizer=self.tokenizer))
+        texts = [
+            replace(text, completion_ids=[], action=[]) if gone else text
+            for text, gone in zip(
+                rollout_texts(generation.records, generation.known, tokenizer=self.tokenizer),
+                generation.dropped,
+                strict=True,
+            )
+        ]
         prepared = self._loss.prepare_all(texts)
         drawn = self._drawn(len(texts))
         return [

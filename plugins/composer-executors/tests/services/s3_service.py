@@ -27,7 +27,7 @@ _UP_SECONDS = 60.0
 
 @contextmanager
 def s3_server(kind: str, folder: Path) -> Iterator[dict[str, str]]:
-    """Start `moto` or `localbucket`, with a bucket; gives the environment for its clients. Skips where it is missing."""
+    """Start `moto` or `localbucket`, with a bucket, and give the environment for clients; skip where it is missing."""
     program = {"moto": "moto_server", "localbucket": "localbucket"}[kind]
     found = shutil.which(program, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if found is None:
