@@ -140,10 +140,10 @@ class _Worker:
         options, step = self._where_from(options, again=before is not None, trees=trees)
         if before is not None:
             self._take_over(reader, before)
-            set_lines_aside(self._directory, step)
-        elif step:
+        if before is not None or step:
             set_lines_aside(self._directory, step)  # the worker would; but files may only grow once it runs
-        pusher = Pusher(self._directory, writer, checkpoints(trees))
+        known = {earlier: tree for earlier, tree in checkpoints(trees).items() if earlier <= step}
+        pusher = Pusher(self._directory, writer, known)  # later ones are made anew
         pusher.look_at_lines()
         writer.begin(reader.seen())
         return list(options), pusher

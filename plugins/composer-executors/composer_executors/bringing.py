@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ class _Progress:
     """How far it got."""
 
     launch: str
+    store: str
     writer: int = -1
     lines: dict[str, list[int]] = field(default_factory=dict)
     """Of growing files: bytes taken from the store, and the size that the file has here since."""
@@ -171,10 +173,11 @@ class Bringing:
             os.close(descriptor)
 
     def _progress(self, document: dict[str, Any] | None) -> _Progress:
-        if document is None:
-            return _Progress(self._launch)
+        uri = self._store.uri
+        if document is None or document["store"] != uri:
+            return _Progress(self._launch, uri)
         if document["launch"] != self._launch:  # folders of earlier launches are here already
-            return _Progress(self._launch, trees=document["trees"])
+            return _Progress(self._launch, uri, trees=document["trees"])
         return _Progress(**document)
 
     @property
@@ -186,39 +189,47 @@ class Bringing:
 
 
 class Courier:
-    """Brings while somebody waits, who must not end where a store fails for a while."""
+    """Brings while somebody waits, who must neither be held up by a big checkpoint nor end where a store fails."""
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
         self._job = job
         self._say = say
         self._bringing: Bringing | None = None
-        self._next = 0.0
+        # not of a pool: those are waited for at the end of the program, also after the second Ctrl-C
+        self._hand: threading.Thread | None = None
+        self._failed = ""
         self._said = ""
+        self._next = 0.0
 
     def look(self) -> None:
-        """Bring what is new, now and then; a failure is said once, and tried again later."""
-        if time.monotonic() < self._next:
+        """Begin to bring what is new, now and then; a failure is said once, and tried again later."""
+        if time.monotonic() < self._next or (self._hand is not None and self._hand.is_alive()):
             return
-        failed = self._bring()
-        if failed and failed != self._said:
-            self._say(f"warning: {failed}")
-        self._said = failed
-        self._next = time.monotonic() + (AFTER_FAILURE_S if failed else EVERY_S)
+        if self._failed and self._failed != self._said:
+            self._said = self._failed
+            self._say(f"warning: {self._failed}")
+        self._hand = threading.Thread(target=self._bring, name="store", daemon=True)
+        self._hand.start()
 
     def last(self) -> bool:
         """Bring what there is, and say where that failed; whether it did not."""
-        failed = self._bring()
-        if failed:
-            self._say(f"what the run left in its store is not all here: {failed}\n  fix: {AGAIN} {self._job.name}")
-        return not failed
+        if self._hand is not None:
+            self._hand.join()
+        self._bring()
+        if self._failed:
+            self._say(
+                f"what the run left in its store is not all here: {self._failed}\n  fix: {AGAIN} {self._job.name}"
+            )
+        return not self._failed
 
-    def _bring(self) -> str:
+    def _bring(self) -> None:
         try:
             self._bringing = self._bringing or Bringing(self._job)
             self._bringing.bring()
-        except ComposerError as error:
-            return str(error)
-        return ""
+            self._failed = ""
+        except (ComposerError, OSError) as error:
+            self._failed = str(error)
+        self._next = time.monotonic() + (AFTER_FAILURE_S if self._failed else EVERY_S)
 
 
 def _append(path: Path, content: bytes) -> None:

@@ -16,6 +16,8 @@ from composer_executors.ray import RayService
 from composer_executors.service import Replica
 from composer_executors.settings import RaySettings
 
+# a cluster comes up in 15 seconds, and in some minutes where the machine is busy
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OVER = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 FAMILY = """
 import signal, subprocess, sys, time
@@ -93,7 +95,6 @@ def test_doctor_says_that_no_node_has_what_is_wanted(ray_head):  # noqa: F811
     )
 
 
-@pytest.mark.slow  # a second cluster
 def test_a_cluster_with_a_token_lets_in_who_has_it(ray_head_with_token, tmp_path, monkeypatch):  # noqa: F811
     here = RayService(RaySettings(address=ray_head_with_token.address))
     found = list(here.examine())

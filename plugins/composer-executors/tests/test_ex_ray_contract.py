@@ -7,6 +7,9 @@ from ray_service import ray_cluster, ray_head  # noqa: F401
 
 from composer_core.testing.executor_contract import ExecutorContract
 
+# a cluster comes up in 15 seconds, and in some minutes where the machine is busy
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 
 @pytest.mark.usefixtures("ray_head")
 class TestRay(ExecutorContract):

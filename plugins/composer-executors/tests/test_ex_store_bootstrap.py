@@ -1,4 +1,4 @@
-"""The process between a store and a worker, with a small program as the worker: starts, wishes, exit codes, another try."""
+"""The process between a store and a worker, with a small program as the worker: wishes, exit codes, another try."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -18,12 +19,12 @@ from composer_executors.shipping import input_of, ship
 from composer_executors.store import Store
 
 WORKER = """\
-import signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from composer_core.run.directory import RunDirectory
 
 directory = RunDirectory(Path(sys.argv[1]).parent)
-asked = []
+asked, parent, alone = [], os.getppid(), 0
 signal.signal(signal.SIGTERM, lambda number, frame: asked.append("TERM"))
 start = int(sys.argv[sys.argv.index("--resume") + 1]) if "--resume" in sys.argv else 0
 directory.event("resumed" if start else "started", options=sys.argv[2:])
@@ -35,7 +36,8 @@ for step in range(start + 1, 100):
     time.sleep(0.3)
     if directory.stop_file.exists():
         asked.append(directory.stop_file.read_text())
-    if asked or "--end" in sys.argv and step == 3:
+    alone += os.getppid() != parent
+    if asked or alone == 3 or "--end" in sys.argv and step == 3:
         break
 directory.event("stopped", reason=asked, step=step)
 sys.exit(5 if asked else 7)
@@ -67,7 +69,7 @@ def job(tmp_path):
 def start(job, tmp_path):
     started = []
 
-    def start(*options):
+    def start(*options, job=job):
         command = [sys.executable, "-c", PROGRAM, job.store, "--input", input_of(job), "--", *options]
         environment = {
             **os.environ, "PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path / "scratch"), "COMPOSER_RUN_ID": "job-1"
@@ -143,6 +145,28 @@ def test_a_killed_one_goes_on_from_the_newest_checkpoint_in_the_store(job, start
     directory, events = brought(job)
     assert [event["options"] for event in events if event["event"] == "resumed"] == [["--resume", str(newest)]]
     assert steps(directory) == list(range(1, events[-1]["step"] + 1))  # none twice, none left out
+
+
+@pytest.mark.parametrize("store", ["store", "another"])
+def test_a_resumed_run_goes_on_also_in_another_store(store, job, start, tmp_path):
+    assert start("--end").wait(60) == 7
+    directory, _ = brought(job)
+    directory.event("command")
+    argv = ("-m", "composer_core.run.worker", str(directory.plan), "--resume", "2")  # the newest one is broken, say
+    again = replace(job, argv=argv, store=(tmp_path / store).as_uri())
+    ship(again)
+    assert start("--end", "--resume", "2", job=again).wait(60) == 7
+    directory, events = brought(again)
+    assert [event["event"] for event in events if event["event"] != "checkpoint"] == [
+        "started", "stopped", "command", "resumed", "stopped"
+    ]  # fmt: skip
+    assert steps(directory) == [1, 2, 3]
+    dropped = (job.run_dir / "metrics.dropped.jsonl").read_text()
+    assert dropped == '{"step": 3, "time": 1}\n'
+    assert [step for step, _ in directory.complete_checkpoints()] == [2, 3]
+    # made anew; another store got the one that it goes on from first
+    newest = Reader(Store(again.store), 0).trees()["checkpoints/step_3"].prefix
+    assert newest == {"store": "rank=0/writer=1/tree=1", "another": "rank=0/writer=0/tree=2"}[store]
 
 
 def test_an_input_that_is_not_there_is_named(job, start):
