@@ -168,8 +168,9 @@ class SlurmSettings(JobSettings):
 
 
 class RaySettings(JobSettings):
-    """Jobs of a Ray cluster. Variables named by `secrets` must also be set where `ray start` runs, since Ray shows what a
-    job is sent."""
+    """Jobs of a Ray cluster. Variables named by `secrets` must also be set where `ray start` runs: Ray shows what a job
+    is sent.
+    """
 
     address: str = "http://127.0.0.1:8265"
     """Of the dashboard. A token comes from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as with Ray's own
