@@ -5,7 +5,7 @@
     collect   wait, start failed replicas again, bring results back
 
 One replica is one worker process (`run/worker.py`) and what that starts. What only some executors can do has a
-protocol of its own (`Attaches`, `Reaps`, `Examines`); commands ask for it by isinstance. Light: standard library only.
+protocol of its own (`Attaches`, `Reaps`, `Examines`); commands ask for it by isinstance. Light.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from composer_core.errors import Stopped
 
 if TYPE_CHECKING:
     from composer_core.run.doctor import Finding
@@ -88,10 +90,12 @@ class JobStatus:
     words."""
 
     def in_words(self) -> str:
-        """`failed (oom), exit code 137`."""
+        """`failed (oom), exit code 137`; a worker that was asked to stop, and did, has not failed."""
+        stopped = self.state is JobState.FAILED and self.exit_code == Stopped.exit_code
+        word = "stopped" if stopped else self.state.value
         reason = f" ({self.reason})" if self.reason else ""
         code = "" if self.exit_code is None else f", exit code {self.exit_code}"
-        return f"{self.state}{reason}{code}"
+        return f"{word}{reason}{code}"
 
 
 class Executor(Protocol):
