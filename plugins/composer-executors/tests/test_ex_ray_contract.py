@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.mark.usefixtures("ray_head")
 class TestRay(ExecutorContract):
-    patience_s = 90.0  # a job of Ray starts a Python process of its own first, on a busy machine slowly
+    patience_s = 240.0  # a job of Ray starts a Python process of its own first, on a busy machine slowly
     unknown_id = "never-0-0"
 
     @pytest.fixture

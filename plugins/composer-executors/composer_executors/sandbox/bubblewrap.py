@@ -37,6 +37,7 @@ _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl", "/etc/localtime")
 _NO_MEMORY = (b"std::bad_alloc", b"Cannot allocate memory", b"memory exhausted")
 _FIX = "apt-get install bubblewrap; a user who is not root also needs user namespaces: sysctl user.max_user_namespaces"
+_TMP = "/tmp"
 
 
 class BubblewrapSandbox:
@@ -121,19 +122,20 @@ class BubblewrapSandbox:
                 yield from ("--symlink", os.readlink(path), str(path))
             elif path.is_dir():
                 yield from ("--ro-bind", str(path), str(path))
-        for path in (*map(Path, _ETC), *self._readable):
-            if path.exists():
-                for parent in reversed(path.parents[:-1]):  # else bwrap gives them the rights of the machine's own
-                    yield from ("--perms", "0755", "--dir", str(parent))
-                yield from ("--ro-bind", str(path), str(path))
         size = str(limits.disk_mb << 20)
         yield from ("--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", size, "--tmpfs", "/dev/shm")
-        yield from ("--remount-ro", "/dev", "--perms", "1777", "--size", size, "--tmpfs", "/tmp")
+        yield from ("--remount-ro", "/dev", "--perms", "1777", "--size", size, "--tmpfs", _TMP)
+        for path in (*map(Path, _ETC), *self._readable):  # behind /tmp, which they may lie in
+            if path.exists():
+                for parent in reversed(path.parents[:-1]):  # else bwrap gives them the rights of the machine's own
+                    if str(parent) != _TMP:
+                        yield from ("--perms", "0755", "--dir", str(parent))
+                yield from ("--ro-bind", str(path), str(path))
         yield from ("--perms", "0755", "--dir", WORK, "--chdir", WORK)
         programs = os.pathsep.join([str(Path(self.python).parent), "/usr/local/bin", "/usr/bin", "/bin"])
         for name, value in {
             "PATH": programs,
-            "HOME": "/tmp",
+            "HOME": _TMP,
             "LANG": "C.UTF-8",
             "PYTHONDONTWRITEBYTECODE": "1",
         }.items():
