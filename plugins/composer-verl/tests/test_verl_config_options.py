@@ -242,6 +242,7 @@ def test_every_key_that_the_spec_decides_is_refused_as_an_option(verl_spec, obje
         f"{MODEL}.use_remove_padding",
         f"{ROLLOUT}.agent.num_workers",
         f"{ROLLOUT}.dtype",
+        f"{ROLLOUT}.max_num_seqs",
         f"{ROLLOUT}.tensor_model_parallel_size",
         "ray_kwargs.ray_init.include_dashboard",
         "ray_kwargs.ray_init.num_cpus",
