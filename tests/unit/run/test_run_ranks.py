@@ -11,7 +11,7 @@ import pytest
 
 from composer_core.plugins.registry import Registry
 from composer_core.run.directory import RunState, create_run
-from composer_core.run.files import read_jsonl
+from composer_core.run.files import read_jsonl, write_text
 from composer_core.run.processes import process_start
 from composer_core.run.resume import plan_resume, write_resume
 from composer_core.spec.load import load_spec
@@ -182,7 +182,7 @@ def test_a_stop_file_stops_both_and_ctrl_c_is_for_rank_0_alone(planned, start):
     worker = start(directory, "--quiet")
     os.kill(up(directory)[1], signal.SIGINT)  # as a terminal sends it, to all of them
     os.kill(up(directory)[1], signal.SIGINT)
-    directory.stop_file.write_text("enough")
+    write_text(directory.stop_file, "enough")  # whole or not at all, as `composer-run stop` leaves it
     assert worker.wait(timeout=TIMEOUT) == 5
     assert directory.state() == RunState("stopped", "enough")
     assert all_gone(directory)
