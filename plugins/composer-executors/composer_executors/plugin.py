@@ -36,5 +36,4 @@ def composer_executors() -> Iterable[ExecutorPlugin]:
         target="composer_executors.ray:ray_executor",
         settings=RaySettings,
         features=_SERVED,
-        install_hint="pip install 'composer-executors[ray]'",
     )
